@@ -54,9 +54,10 @@ def audit(call: Call) -> Any:
     parts, subject = inside(optimizer), fsdp.subject_of(owner)
     if parts and not hasattr(optimizer, "optimizers"):
         optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
-    config = getattr(owner, "engine_config", None)
+    config = fsdp.config_of(owner)
     strategy = fsdp.read_key(config, "strategy")
-    mend = in_fp32(strategy, "veomni" if strategy == "veomni" else "fsdp_config")
+    section = "veomni" if strategy == "veomni" else "fsdp_config"
+    mend = in_fp32(strategy, section)
     if parse_dtype(str(fsdp.read_key(config, "model_dtype"))) is torch.float32:
         mend = "ep_size=1"  # see ``automodel.tell_rounded_weights``
     watch(
@@ -67,6 +68,9 @@ def audit(call: Call) -> Any:
         model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
         scaler=lambda: getattr(owner, "scaler", None),
         mend=mend,
+        wrote=fsdp.written(
+            config, strategy, section, reads_dtype=hasattr(owner, "actor_optimizer")
+        ),
     )
     return result
 

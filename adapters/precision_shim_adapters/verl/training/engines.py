@@ -115,16 +115,6 @@ def scale(engine: Any, because: str) -> None:
         make(engine, None, because, drives=True)
 
 
-def tell_ignored(config: Any, key: str) -> None:
-    """Warn if a config has float16, but not in ``key``, which makes the engine train in float16."""
-    if any(fp16_keys(config)) and not config.forward_only:
-        warn(
-            f"{versioned('verl')}: a dtype of its {config.strategy} engine's config is float16, "
-            f"but {key} is not: it trains in another dtype, and the loss is not scaled. Set "
-            f"{key}=float16 to train in float16."
-        )
-
-
 def inside(optimizer: Any) -> tuple[Any, ...]:
     """The optimizers in VeOmni's or torchtitan's container; empty for a single optimizer."""
     parts = getattr(optimizer, "optimizers_dict", None)
@@ -150,8 +140,6 @@ def build_turbo(call: Call) -> Any:
         engine._autocast_dtype = torch.float16
         if not engine.engine_config.forward_only:
             make(engine, None, TURBO_BECAUSE)
-    else:
-        tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
     return module
 
 

@@ -15,6 +15,7 @@ import torch
 from precision_shim.adapting import look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.effect import Written
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters import megatron
@@ -96,6 +97,11 @@ class MegatronModel:
     def written(self) -> Mapping[str, Any]:
         """The optimizer fields that the user wrote; none if the model has no optimizer."""
         return self.requested.asked if self.requested.trains else {}
+
+    @property
+    def wrote(self) -> Sequence[Written]:
+        """See ``Plannable``."""
+        return self.requested.written(self.key, self.bucket_key)
 
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""
