@@ -73,10 +73,9 @@ def written(engine: Any) -> Iterator[Written]:
         for name, value in _written(config, (key,)).items():
             yield Written(f"{role}.{name}", value, sets, _NEEDS.get(name, ""))
     if config.optimizer is not None and config.optimizer.type == "adam_bf16":
+        needs = f"{role}.optimizer.type=adam"
         for name, value in _written(config.megatron, STATES).items():
-            yield Written(
-                f"{role}.megatron.{name}", value, SETS[name], f"{role}.optimizer.type=adam"
-            )
+            yield Written(f"{role}.megatron.{name}", value, SETS[name], needs)
 
 
 def _written(config: Any, names: tuple[str, ...]) -> dict[str, Any]:

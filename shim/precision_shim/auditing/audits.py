@@ -93,7 +93,7 @@ def look(
             for name in ("frozen", "other"):
                 if not part.components[name].dtypes:
                     due.pop(name, None)
-        problems += rules.problems(reading, part, due, where, mend, wrote)
+        problems += rules.problems(reading, part, due, where, mend, wrote=wrote)
         notes += rules.notes(reading, part, where)
     rank, world = rank_of_job()
     every = [size for sizes in measured for size in sizes.values()]

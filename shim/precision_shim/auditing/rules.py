@@ -47,6 +47,7 @@ def problems(
     expected: Mapping[str, str],
     where: str,
     mend: str = "",
+    *,
     wrote: Collection[Written] = (),
 ) -> Iterator[Finding]:
     """Yield the contradictions between a part and a config or ``expected``.

@@ -105,9 +105,8 @@ def _without_effect(plannable: Plannable, model: ModelPlan, where: str) -> Itera
             held[name] = (*held.get(name, ()), *component.dtypes)
     held = {name: dtypes for name, dtypes in held.items() if any(dtypes)}
     for fault in without_effect(plannable.wrote, held):
-        yield Problem(
-            CODE, model.subject, fault.written.key, f"{where}: {fault.message}", fault.remedy
-        )
+        message = f"{where}: {fault.message}"
+        yield Problem(CODE, model.subject, fault.written.key, message, fault.remedy)
 
 
 def make(job: Job, request: Request, rules: Rules) -> JobPlan:

@@ -489,11 +489,5 @@ def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
             f"expected {name_of(flagged)}, found {model}: the OptimizerConfig is for another "
             "model: set its bf16, fp16 and params_dtype to what the model is"
         )
-    written = fields.get("params_dtype", asked.dtype)
-    if "params_dtype" not in asked.requested.unchecked and written is not asked.dtype:
-        yield (
-            f"the OptimizerConfig is for {written and name_of(written)} parameters, the trainable "
-            f"parameters are {model}"
-        )
     if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
         yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
