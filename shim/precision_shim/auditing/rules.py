@@ -63,7 +63,9 @@ def problems(
     tell = _teller(part.name, where)
     held = {name: component.dtypes for name, component in part.components.items()}
     held.update({name: (name_of(dtype),) for name, dtype in reading.mixed.items()})
+    told = set(expected)
     for fault in without_effect(wrote, held):
+        told.add(fault.written.sets)
         due, text = fault.written.dtype or "an effect", f"{fault.message}. {fault.remedy}"
         yield tell(CODE, fault.written.sets or None, due, fault.found or NOTHING, text.rstrip("."))
     bare, most = _no_master(reading, mend)
@@ -79,7 +81,7 @@ def problems(
     wanted = reading.wanted
     if wanted is not None:
         for code, whose, due, found, words in _contradictions(reading, wanted):
-            if whose not in expected:
+            if whose not in told:
                 yield tell(code, whose, due, found, wanted.remedy(code, due, **words))
     if part.scaler is not None or not _is_fp16(reading):
         return
