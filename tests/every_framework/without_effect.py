@@ -127,7 +127,7 @@ CASES = (
         "areal",
         "megatron",
         {"dtype": "float16", "optimizer": {"type": "adam_bf16"}},
-        ("actor.dtype=float16", "the trained parameters are bf16"),
+        ("actor.dtype=float16", "the parameters are bf16"),
     ),
     Case(
         "ms-swift",

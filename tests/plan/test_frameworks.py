@@ -238,8 +238,9 @@ def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) ->
     if here >= Version("0.9.0"):
         because = "dtype is float16, and verl's torchtitan engine has no loss scaler"
         assert (code, scaling(plan), notes) == (0, [(OURS, because)], [])
-    else:  # before 0.9 this engine trains in bfloat16, as a note in the plan states
-        assert (code, scaling(plan), len(notes)) == (0, [], 1)
+    else:  # before 0.9 this engine trains in bfloat16: the key has no effect, and a note says why
+        codes = [one["code"] for one in plan["problems"]]
+        assert (code, scaling(plan), len(notes), codes) == (1, [], 1, ["no-effect"])
     sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
     code, plan = planned(capsys, "--", *sft, "engine.mp_param_dtype=fp16")

@@ -69,9 +69,11 @@ def has(owner: Any) -> bool:
 
 def written(owners: Iterable[Any]) -> tuple[Written, ...]:
     """Return the dtypes that the user wrote for the model of one of these optimizers."""
-    known = [each for each in _watched if each.owner is not None]
-    found = (each.wrote for owner in owners for each in known if each.owner() is owner)
-    return next(filter(None, found), ())
+    for owner in owners:
+        for each in _watched:
+            if each.wrote and each.owner is not None and each.owner() is owner:
+                return each.wrote
+    return ()
 
 
 def name(stem: str) -> str:

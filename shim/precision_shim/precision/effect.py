@@ -19,7 +19,7 @@ COMPUTES, REDUCES = "computes", "reduces"
 dtype in which FSDP reduces gradients."""
 
 _FOUND = {
-    "params": "the trained parameters are {}",
+    "params": "the parameters are {}",
     "grad_buckets": "the gradient buckets are {}",
     "master": "the masters are {}",
     COMPUTES: "the layers compute in {}",
@@ -72,6 +72,8 @@ def without_effect(
     ``held`` maps what a key may set to the names of the dtypes in force; what it lacks is unknown
     or does not exist, and its keys are not judged.
     """
+    # A key for the parameters may be meant for those beneath LoRA adapters.
+    held = {**held, "params": (*held.get("params", ()), *held.get("frozen", ()))}
     for one in written:
         found = ["fp32" if name == "int16" else name for name in held.get(one.sets, ())]
         if one.sets and (not one.dtype or not found or one.dtype in found):

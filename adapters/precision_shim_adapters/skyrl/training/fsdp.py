@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, decide, seam, versioned
+from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 from precision_shim.scaling import Files
 
@@ -73,7 +74,7 @@ def written(config: Any, section: str = "fsdp_config") -> Iterator[Written]:
     """Yield the dtype keys of ``fsdp_config``, whose key is ``section``; SkyRL reads no others."""
     mixed = getattr(config, "mixed_precision", None)
     for key, value in vars(mixed).items() if mixed is not None else ():
-        if key in _SETS or value != getattr(type(mixed), key, None):
+        if key in _SETS or parse_dtype(str(value)) is not torch.float32:
             yield Written(f"{section}.mixed_precision.{key}", value, _SETS.get(key, ""))
 
 

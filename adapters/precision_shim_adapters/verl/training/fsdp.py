@@ -330,8 +330,8 @@ def written(
     """Yield the dtype keys of the config of an engine that is not Megatron's.
 
     ``section`` is the config's key in the job's config. A value of ``_DEFAULTS`` may be verl's
-    default, and does not count as written. ``reads_dtype``: of 0.7.1's actor, whose autocast has
-    the dtype ``dtype``.
+    default, and does not count as written. ``reads_dtype``: of 0.7.1's legacy workers, whose
+    autocast has the dtype ``dtype``, except for the critic.
     """
     for key, (default, sets) in _DEFAULTS.items():
         value = read_key(config, key)
@@ -341,8 +341,9 @@ def written(
     mixed, place = read_key(config, "mixed_precision"), f"{section}.mixed_precision"
     for key in mixed if hasattr(mixed, "get") else ():
         value, near = mixed.get(key), get_close_matches(str(key), MIXED, n=1)
+        in_fp32 = parse_dtype(str(value)) is torch.float32
         # FSDP2 has no dtype of buffers, and leaves them in fp32.
-        if key != "buffer_dtype" or (strategy != "fsdp" and str(value) != MIXED[key]):
+        if key != "buffer_dtype" or (strategy != "fsdp" and not in_fp32):
             needs = f"{place}.{near[0]}={value}" if near and key not in MIXED else ""
             yield Written(f"{place}.{key}", value, _SETS.get(key, ""), needs)
 

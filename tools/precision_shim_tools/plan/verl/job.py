@@ -237,7 +237,7 @@ def _sharded(
     keys.update(world=gpus[1], optimizer=f"{section.optim_key}.optimizer")
     keys["dtype"] = engines.in_fp32(section.strategy, section.engine_key)
     overrides = f"{section.optim_key}.override_optimizer_config"
-    legacy = section.group == fsdp.LEGACY and subject == "actor"
+    legacy = section.group == fsdp.LEGACY and subject != "critic"
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
     return ShardedModel(
