@@ -234,11 +234,11 @@ def test_a_version_without_a_symbol_is_refused_whole(
 
 @cases("areal", "megatron")
 def test_keys_without_effect(on_cpu: Any, shim: Callable[..., Any], case: Case) -> None:
-    def build() -> None:
+    def build() -> Any:
         asked = config(optimizer=case.written.get("optimizer"))
         for key, value in case.written.items():
             if key != "optimizer":
                 setattr(asked, key, value)
-        engine(on_cpu, asked)
+        return engine(on_cpu, asked)
 
     hold(case, build, frameworks="areal", export=False)

@@ -261,7 +261,7 @@ def test_a_version_without_a_symbol_is_refused_whole(
 
 @cases("roll", "fsdp")
 def test_keys_without_effect(shim: Callable[..., Any], tmp_path: Path, case: Case) -> None:
-    def build() -> None:
-        Trainer.of(tmp_path, model_args=case.written)
+    def build() -> Any:
+        return Trainer.of(tmp_path, model_args=case.written)
 
     hold(case, build, frameworks="roll", export=False)

@@ -106,7 +106,9 @@ def test_keys_without_effect(fused_adam: str, checkpoint: Path, case: Case) -> N
     written = dict(case.written)
     dtype, optim = written.pop("dtype", "bfloat16"), written.pop("optim")
 
-    def build() -> None:
-        engine(checkpoint, dtype, optim=optim_config(**optim), **written).initialize()
+    def made() -> Any:
+        one = engine(checkpoint, dtype, optim=optim_config(**optim), **written)
+        one.initialize()
+        return one
 
-    hold(case, build)
+    hold(case, made)

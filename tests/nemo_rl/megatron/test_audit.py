@@ -43,8 +43,8 @@ def test_what_the_config_wrote_warns_once_and_raises_nowhere(
 
 @cases("nemo-rl", "megatron")
 def test_keys_without_effect(worker: Any, shim: Any, case: Case) -> None:
-    def build() -> None:
-        with worker("bfloat16", **case.written):
-            pass
+    def build() -> Any:
+        with worker("bfloat16", **case.written) as one:
+            return one
 
     hold(case, build)
