@@ -27,7 +27,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from .fsdp import fp16_keys, make
+from .fsdp import find_unscaled, fp16_keys, make
 
 _IMPL = "verl.workers.engine"
 VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
@@ -115,6 +115,12 @@ def scale(engine: Any, because: str) -> None:
         make(engine, None, because, drives=True)
 
 
+def tell_unscaled(config: Any, computes: torch.dtype | None) -> None:
+    """Warn if a trained model's parameters or reductions are in float16, and its layers are not."""
+    for message in () if config.forward_only else find_unscaled(config, config.strategy, computes):
+        warn(message)
+
+
 def inside(optimizer: Any) -> tuple[Any, ...]:
     """The optimizers in VeOmni's or torchtitan's container; empty for a single optimizer."""
     parts = getattr(optimizer, "optimizers_dict", None)
@@ -140,6 +146,8 @@ def build_turbo(call: Call) -> Any:
         engine._autocast_dtype = torch.float16
         if not engine.engine_config.forward_only:
             make(engine, None, TURBO_BECAUSE)
+    else:
+        tell_unscaled(engine.engine_config, policy_of(module))
     return module
 
 

@@ -150,7 +150,7 @@ def _scale(owner: Any, config: Any, where: str) -> None:
     elif computed(config) is torch.float16:
         make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
         _tell_autocast(where, "verl 0.8 and later compute in float16")
-    for message in find_unscaled(config, computed(config)):
+    for message in find_unscaled(config, read_key(config, "strategy") or "fsdp", computed(config)):
         warn(message)
 
 
@@ -348,13 +348,18 @@ def written(
             yield Written(f"{place}.{key}", value, _SETS.get(key, ""), needs)
 
 
-def find_unscaled(config: Any, computes: torch.dtype) -> Iterator[str]:
-    """Yield a warning about parameters stored in float16 if FSDP computes in another dtype."""
-    if parse_dtype(str(read_key(config, "model_dtype"))) is torch.float16 is not computes:
+def find_unscaled(config: Any, strategy: str, computes: torch.dtype | None) -> Iterator[str]:
+    """Yield a warning about float16 in parameters or reductions if the loss is not scaled."""
+    asked = [
+        one.key.partition(".")[2]
+        for one in written(config, strategy)
+        if one.dtype == "fp16" and one.sets in ("params", REDUCES)
+    ]
+    if asked and computes is not None and computes is not torch.float16:
         yield (
-            f"{versioned('verl')}: model_dtype=float16 is no fp16 training here: FSDP computes in "
-            f"{name_of(computes)}, from mixed_precision.param_dtype. The loss is not scaled. Set "
-            "mixed_precision: {param_dtype: fp16} to train in float16."
+            f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: the layers "
+            f"compute in {name_of(computes)}, and the loss is not scaled. Set "
+            f"{COMPUTE_KEYS[strategy]}=fp16 to train in float16."
         )
 
 

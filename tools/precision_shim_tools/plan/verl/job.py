@@ -225,8 +225,8 @@ def _sharded(
         )
         name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
         module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."
-        if section.strategy in ("fsdp", "fsdp2"):
-            notes += fsdp.find_unscaled(engine, read.compute)
+        if section.strategy in fsdp.COMPUTE_KEYS:
+            notes += fsdp.find_unscaled(engine, section.strategy, read.compute)
         notes += [read.note] if read.note else []
     if scaled and read.stored is torch.float16:
         sections.check_moments(section, name)
