@@ -54,7 +54,7 @@ def audit(call: Call) -> Any:
     parts, subject = inside(optimizer), fsdp.subject_of(owner)
     if parts and not hasattr(optimizer, "optimizers"):
         optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
-    config = fsdp.config_of(owner)
+    config = getattr(owner, "engine_config", None)
     strategy = fsdp.read_key(config, "strategy")
     section = "veomni" if strategy == "veomni" else "fsdp_config"
     mend = in_fp32(strategy, section)
@@ -69,7 +69,10 @@ def audit(call: Call) -> Any:
         scaler=lambda: getattr(owner, "scaler", None),
         mend=mend,
         wrote=fsdp.written(
-            config, strategy, section, reads_dtype=hasattr(owner, "actor_optimizer")
+            fsdp.config_of(owner),
+            strategy or "fsdp",
+            section,
+            reads_dtype=hasattr(owner, "actor_optimizer"),
         ),
     )
     return result
