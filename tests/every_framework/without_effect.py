@@ -108,8 +108,8 @@ CASES = (
     Case(
         "nemo-rl",
         "megatron",
-        {"hf_config_overrides": {"dtype": "float32"}},
-        ("policy.hf_config_overrides.dtype=float32", "Write policy.precision=float32"),
+        {"optimizer": {"main_grads_dtype": "float32"}, "ddp": {BUCKET: False}},
+        ("policy.megatron_cfg.optimizer.main_grads_dtype=float32", f"Write {BUCKET}=True"),
     ),
     Case(
         "torchtitan",

@@ -112,7 +112,8 @@ class RequestedConfig:
         key = key or f"{self.where.rpartition(', ')[2]}.{{}}"
         offload = f"{_OFFLOAD}=False" if self.asked.get(_OFFLOAD) else ""
         needs = {name: offload for name in SETS if name.startswith("exp_avg")}
-        needs["main_grads_dtype"] = f"{bucket}=False" if self.bucket_in_fp32 else ""
+        if self.bucket_in_fp32 is not None:
+            needs["main_grads_dtype"] = f"{bucket}={not self.bucket_in_fp32}"
         own = (
             Written(key.format(name), self.asked[name], component, needs.get(name, ""))
             for name, component in SETS.items()
