@@ -240,6 +240,6 @@ def mixed_dtypes(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.dtype]:
         policy = getattr(state, "_mp_policy", None)
         for mixed in (policy, getattr(module, "mixed_precision", None)):
             dtype = getattr(mixed, "param_dtype", None)
-            if mixed is not None and isinstance(dtype, torch.dtype):
-                found.append({COMPUTES: dtype, REDUCES: mixed.reduce_dtype or dtype})
+            if isinstance(dtype, torch.dtype):
+                found.append({COMPUTES: dtype, REDUCES: getattr(mixed, "reduce_dtype", 0) or dtype})
     return next((one for one in found if one[COMPUTES] in SIXTEEN_BIT), found[0] if found else {})
