@@ -146,11 +146,11 @@ CASES = (
             name,
             "megatron",
             {
+                "--exp-avg-dtype": "bf16",
                 "--use-precision-aware-optimizer": "",
-                "--main-grads-dtype": "bf16",
-                "--accumulate-allreduce-grads-in-fp32": "",
+                "--optimizer-cpu-offload": "",
             },
-            ("flags.main_grads_dtype=torch.bfloat16", "buckets are fp32"),
+            ("flags.exp_avg_dtype=torch.bfloat16", "Write optimizer_cpu_offload=False"),
         )
         for name in ("slime", "miles")
     ),

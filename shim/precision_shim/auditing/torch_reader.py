@@ -239,7 +239,7 @@ def mixed_dtypes(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.dtype]:
     for module, state in _fsdp2_states(chunks):
         policy = getattr(state, "_mp_policy", None)
         for mixed in (policy, getattr(module, "mixed_precision", None)):
-            dtype = getattr(mixed, "param_dtype", None)
+            dtype, sums = (getattr(mixed, f"{name}_dtype", None) for name in ("param", "reduce"))
             if isinstance(dtype, torch.dtype):
-                found.append({COMPUTES: dtype, REDUCES: getattr(mixed, "reduce_dtype", 0) or dtype})
+                found.append({COMPUTES: dtype, REDUCES: sums or dtype})
     return next((one for one in found if one[COMPUTES] in SIXTEEN_BIT), found[0] if found else {})
