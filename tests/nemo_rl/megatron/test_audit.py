@@ -10,6 +10,8 @@ import pytest
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
 
+from ...every_framework.without_effect import Case, cases, hold
+
 
 @pytest.mark.parametrize(
     ("precision", "config", "codes"),
@@ -37,3 +39,12 @@ def test_what_the_config_wrote_warns_once_and_raises_nowhere(
         assert sum(code in one for one in ours) == 1, ours
     assert len(ours) == len(codes)
     assert not precision_shim.status().decisions
+
+
+@cases("nemo-rl", "megatron")
+def test_keys_without_effect(worker: Any, shim: Any, case: Case) -> None:
+    def build() -> Any:
+        with worker("bfloat16", **case.written) as one:
+            return one
+
+    hold(case, build)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError
+from precision_shim.precision.effect import CODE, COMPUTES, REDUCES, Written, without_effect
 from precision_shim.reporting.problem import Problem
 
 from .record import JobPlan, ModelPlan
@@ -43,6 +44,10 @@ class Plannable(Protocol):
     @property
     def subject(self) -> str:
         """Name of the model, such as ``"actor"``."""
+
+    @property
+    def wrote(self) -> Sequence[Written]:
+        """The dtypes that the user wrote for the model."""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
@@ -92,6 +97,18 @@ class Request:
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
 
 
+def _without_effect(plannable: Plannable, model: ModelPlan, where: str) -> Iterator[Problem]:
+    """Yield the dtypes that the user wrote and that the planned model does not have."""
+    held: dict[str, Sequence[str]] = {COMPUTES: (model.computes,), REDUCES: (model.reduces,)}
+    for part in (part for stage in model.after for part in stage.parts):
+        for name, component in part.components.items():
+            held[name] = (*held.get(name, ()), *component.dtypes)
+    held = {name: dtypes for name, dtypes in held.items() if any(dtypes)}
+    for fault in without_effect(plannable.wrote, held):
+        message = f"{where}: {fault.message}"
+        yield Problem(CODE, model.subject, fault.written.key, message, fault.remedy)
+
+
 def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     """Plan all models of a job."""
     problems = list(request.problems)
@@ -101,6 +118,8 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
         problems += faults
         if model is not None:
             models.append(model)
+            where = f"{request.framework} {request.version or ''}".strip()
+            problems += _without_effect(plannable, model, where)
     notes = [*request.notes, NOT_COUNTED]
     if request.megatron and rules.transformer_engine is None:
         notes.insert(

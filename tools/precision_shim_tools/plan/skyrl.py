@@ -279,6 +279,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
+        wrote=tuple(fsdp.written(config, f"{key}.fsdp_config")),
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "context": f"{key}.sequence_parallel_size",

@@ -20,7 +20,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.agreement.report import FEATURE, JobEngines
 from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
-from precision_shim_adapters.torchtitan.config import any_name, coerce_training
+from precision_shim_adapters.torchtitan.config import any_name, coerce_training, written
 from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
 from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
@@ -79,6 +79,7 @@ def plan_job(job: Job) -> Request:
             lr=_least_lr(trainer.optimizer),
             decisions=scaling(job, compute, group, BECAUSE),
             offload=bool(training.enable_cpu_offload),
+            wrote=written(training, prefix),
             keys={name: prefix + key for name, key in _KEYS.items()},
         )
         models.append(asked)

@@ -349,13 +349,8 @@ def _conclude(plan: OptimizerPlan, why: list[str], warnings: list[str]) -> Optim
         label = key.removesuffix("_dtype").replace("main_grads", "main grads")
         if label == "main grads" and isinstance(value, torch.dtype):
             main_grads = value
-        if value is not FP32 and key in _MOMENTS and result.get("optimizer_cpu_offload"):
-            warnings.append(
-                "optimizer_cpu_offload=True brings Megatron's HybridDeviceOptimizer, which keeps "
-                f"{label} in fp32 and does not look at {key}={_name(value)}. Leave {key} out, or "
-                "optimizer_cpu_offload."
-            )
-            value = FP32
+        if key in _MOMENTS and result.get("optimizer_cpu_offload"):
+            value = FP32  # Megatron's HybridDeviceOptimizer does not look at the fields
         states.append(f"{label} {_name(value)}")
     kind = "precision-aware optimizer" if precision_aware else "optimizer not precision-aware"
     bucket_warning = ""

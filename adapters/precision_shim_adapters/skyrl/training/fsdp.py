@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, decide, seam, versioned
+from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 from precision_shim.scaling import Files
 
 from ...torch_fp16 import FEATURE, ScaledTraining
@@ -46,6 +49,7 @@ def scaled_because(subject: str) -> str:
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 """The keys of ``mixed_precision`` that SkyRL reads, and SkyRL's default dtypes for them."""
+_SETS = dict(zip(MIXED, (COMPUTES, REDUCES), strict=True))
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
@@ -64,6 +68,14 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
         key: own_dtype(getattr(mixed, key), f"{section}.mixed_precision.{key}", where)
         for key in MIXED
     }
+
+
+def written(config: Any, section: str = "fsdp_config") -> Iterator[Written]:
+    """Yield the dtype keys of ``fsdp_config``, whose key is ``section``; SkyRL reads no others."""
+    mixed = getattr(config, "mixed_precision", None)
+    for key, value in vars(mixed).items() if mixed is not None else ():
+        if key in _SETS or parse_dtype(str(value)) is not torch.float32:
+            yield Written(f"{section}.mixed_precision.{key}", value, _SETS.get(key, ""))
 
 
 def _is_fp16(strategy: Any) -> bool:

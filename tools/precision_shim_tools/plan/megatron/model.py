@@ -15,6 +15,7 @@ import torch
 from precision_shim.adapting import look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.effect import Written
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters import megatron
@@ -96,6 +97,11 @@ class MegatronModel:
     def written(self) -> Mapping[str, Any]:
         """The optimizer fields that the user wrote; none if the model has no optimizer."""
         return self.requested.asked if self.requested.trains else {}
+
+    @property
+    def wrote(self) -> Sequence[Written]:
+        """See ``Plannable``."""
+        return self.requested.written(self.key, self.bucket_key)
 
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""
@@ -482,12 +488,6 @@ def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
         yield (
             f"expected {name_of(flagged)}, found {model}: the OptimizerConfig is for another "
             "model: set its bf16, fp16 and params_dtype to what the model is"
-        )
-    written = fields.get("params_dtype", asked.dtype)
-    if "params_dtype" not in asked.requested.unchecked and written is not asked.dtype:
-        yield (
-            f"the OptimizerConfig is for {written and name_of(written)} parameters, the trainable "
-            f"parameters are {model}"
         )
     if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
         yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))

@@ -172,6 +172,7 @@ def _on_megatron(
         subject=section.subject,
         declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
         trains=section.trains,
+        place=section.optim_key,
     )
     return MegatronModel(
         requested,
@@ -224,8 +225,8 @@ def _sharded(
         )
         name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
         module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."
-        if section.strategy in ("fsdp", "fsdp2"):
-            notes += fsdp.find_ignored(engine, read.compute)
+        if section.strategy in fsdp.COMPUTE_KEYS:
+            notes += fsdp.find_unscaled(engine, section.strategy, read.compute)
         notes += [read.note] if read.note else []
     if scaled and read.stored is torch.float16:
         sections.check_moments(section, name)
@@ -236,6 +237,7 @@ def _sharded(
     keys.update(world=gpus[1], optimizer=f"{section.optim_key}.optimizer")
     keys["dtype"] = engines.in_fp32(section.strategy, section.engine_key)
     overrides = f"{section.optim_key}.override_optimizer_config"
+    legacy = section.group == fsdp.LEGACY and subject != "critic"
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
     return ShardedModel(
@@ -253,6 +255,7 @@ def _sharded(
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=subject == "critic",
         keys=keys,
+        wrote=tuple(fsdp.written(engine, section.strategy, section.engine_key, reads_dtype=legacy)),
         illegal=illegal,
         notes=tuple(notes),
     )
