@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 from precision_shim.scaling import Files
 
+from ...megatron.policy.requested import SETS
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
 from ...torch_fp16.names import own_dtype
@@ -76,6 +78,51 @@ def written(config: Any, section: str = "fsdp_config") -> Iterator[Written]:
     for key, value in vars(mixed).items() if mixed is not None else ():
         if key in _SETS or parse_dtype(str(value)) is not torch.float32:
             yield Written(f"{section}.mixed_precision.{key}", value, _SETS.get(key, ""))
+
+
+def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
+    """Yield the dtype keys of a model on Megatron that differ from the defaults and are not read.
+
+    These are the keys of ``fsdp_config``, and fields of the optimizer in the model's kwargs.
+    """
+    model, section = f"trainer.{role}.megatron_config", f"trainer.{role}.fsdp_config"
+    meant = {
+        torch.float16: "trainer.bf16=false and {}.fp16=true",
+        torch.float32: "trainer.bf16=false",
+    }
+    for one in written(getattr(trainer, role).fsdp_config, section):
+        key, dtype = one.key.rpartition(".")[2], parse_dtype(str(one.value))
+        if dtype is not MIXED.get(key):
+            needs = meant.get(dtype, "") if key == "param_dtype" else ""
+            sets = "params" if key == "param_dtype" else ""
+            yield replace(one, sets=sets, needs=needs.format(f"{model}.transformer_config_kwargs"))
+    for key, value in _dtypes(trainer, role, "transformer_config_kwargs", _OF_OPTIMIZER):
+        needs = f"{model}.optimizer_config_kwargs.{key.rpartition('.')[2]}={value}"
+        yield Written(key, value, needs=needs)
+
+
+def not_read_by_fsdp(trainer: Any, role: str) -> Iterator[Written]:
+    """Yield the dtype keys that a model on FSDP has for Megatron."""
+    fields = {
+        "transformer_config_kwargs": {*_OF_OPTIMIZER, "fp16"},
+        "optimizer_config_kwargs": SETS,
+    }
+    for kwargs, names in fields.items():
+        for key, value in _dtypes(trainer, role, kwargs, names):
+            yield Written(key, value, needs="trainer.strategy=megatron")
+
+
+_OF_OPTIMIZER = {*SETS} - {"params_dtype"}
+
+
+def _dtypes(
+    trainer: Any, role: str, kwargs: str, names: Collection[str]
+) -> Iterator[tuple[str, object]]:
+    """Yield key and value of the dtypes in kwargs for Megatron, without fp32, the default."""
+    config = getattr(getattr(trainer, role), "megatron_config", None)
+    for name, value in (getattr(config, kwargs, None) or {}).items():
+        if name in names and value and parse_dtype(str(value)) is not torch.float32:
+            yield f"trainer.{role}.megatron_config.{kwargs}.{name}", value
 
 
 def _is_fp16(strategy: Any) -> bool:
