@@ -86,16 +86,14 @@ def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
     These are the keys of ``fsdp_config``, and fields of the optimizer in the model's kwargs.
     """
     model, section = f"trainer.{role}.megatron_config", f"trainer.{role}.fsdp_config"
-    meant = {
-        torch.float16: "trainer.bf16=false and {}.fp16=true",
-        torch.float32: "trainer.bf16=false",
-    }
+    in_fp16 = f"trainer.bf16=false and {model}.transformer_config_kwargs.fp16=true"
+    meant = {torch.float16: in_fp16, torch.float32: "trainer.bf16=false"}
     for one in written(getattr(trainer, role).fsdp_config, section):
         key, dtype = one.key.rpartition(".")[2], parse_dtype(str(one.value))
         if dtype is not MIXED.get(key):
             needs = meant.get(dtype, "") if key == "param_dtype" else ""
             sets = "params" if key == "param_dtype" else ""
-            yield replace(one, sets=sets, needs=needs.format(f"{model}.transformer_config_kwargs"))
+            yield replace(one, sets=sets, needs=needs)
     for key, value in _dtypes(trainer, role, "transformer_config_kwargs", _OF_OPTIMIZER):
         needs = f"{model}.optimizer_config_kwargs.{key.rpartition('.')[2]}={value}"
         yield Written(key, value, needs=needs)
