@@ -25,7 +25,7 @@ from precision_shim_adapters.megatron import DISPATCH
 from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
 from precision_shim_adapters.skyrl.rollout import dtypes, lm_head
-from precision_shim_adapters.skyrl.training import fsdp, megatron
+from precision_shim_adapters.skyrl.training import dtype_keys, fsdp, megatron
 from precision_shim_adapters.torch_fp16 import FEATURE
 
 from .command import Job, find_imported
@@ -263,7 +263,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     config, key = section.fsdp_config, f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    mixed = fsdp.mixed_dtypes(config, f"{key}.fsdp_config")
+    mixed = dtype_keys.mixed_dtypes(config, f"{key}.fsdp_config")
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
     scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
@@ -281,7 +281,10 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
-        wrote=(*fsdp.written(config, f"{key}.fsdp_config"), *fsdp.not_read_by_fsdp(trainer, role)),
+        wrote=(
+            *dtype_keys.written(config, f"{key}.fsdp_config"),
+            *dtype_keys.not_read_by_fsdp(trainer, role),
+        ),
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "context": f"{key}.sequence_parallel_size",

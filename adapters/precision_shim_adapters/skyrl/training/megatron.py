@@ -18,7 +18,7 @@ from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, S
 from ...megatron.installed import fused_adam_support
 from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
 from ..config import KWARGS, written_bucket, written_kwargs
-from .fsdp import not_read_by_megatron
+from .dtype_keys import not_read_by_megatron
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
 _BUILDER = "megatron.bridge.models.model_provider:get_model"
