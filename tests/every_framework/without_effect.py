@@ -98,6 +98,12 @@ CASES = (
     Case(
         "skyrl",
         "megatron",
+        {f"fsdp_config.{_MIXED}.param_dtype": "fp16"},
+        (f"fsdp_config.{_MIXED}.param_dtype=fp16", "the parameters are bf16", "trainer.bf16=false"),
+    ),
+    Case(
+        "skyrl",
+        "megatron",
         {
             "megatron_config.optimizer_config_kwargs.main_grads_dtype": "bf16",
             f"megatron_config.optimizer_config_kwargs.{AWARE}": "true",

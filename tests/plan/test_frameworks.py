@@ -171,8 +171,10 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
     stored = "actor_rollout_ref.actor.fsdp_config.model_dtype"
     low = ("--", *VERL, "algorithm.adv_estimator=grpo", path, f"{stored}=bf16")
     told_masters(planned(capsys, *low)[1], f"{stored}=fp32")
-    rounds = "+actor_rollout_ref.actor.optim.override_optimizer_config.bf16_stochastic_round=true"
-    assert planned(capsys, *low, rounds)[1]["models"][0]["warnings"] == []
+    optim = "actor_rollout_ref.actor.optim"
+    rounds = (f"{optim}.optimizer_impl=torchao.optim", f"{optim}.optimizer=_AdamW")
+    rounds += (f"+{optim}.override_optimizer_config.bf16_stochastic_round=true",)
+    assert planned(capsys, *low, *rounds)[1]["models"][0]["warnings"] == []
     half = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
     reference = "actor_rollout_ref.actor.use_kl_loss=True"
     _, plan = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, reference, half)
@@ -212,6 +214,7 @@ MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
         ("param_dtype", f"Write {MIXED}.param_dtype, or"),
         ("fsdp_config.lr", f"Write {ACTOR}.optim.lr, or"),
         ("optim.lrr", f"Did you mean {ACTOR}.optim.lr? Correct"),
+        ("optim.override_optimizer_config.exp_avg_dtype", "Leave it out, or train on Megatron."),
     ],
 )
 def test_a_key_in_a_wrong_section_of_verls_is_told_where_it_belongs(
@@ -386,7 +389,7 @@ def test_a_value_of_another_kind_is_no_traceback(
 def test_an_entry_point_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--", "python", "-m", "verl.trainer.main_gone")
     assert "verl.trainer.main_gone: " in said
-    assert "there is no such directory of configs" in said
+    assert "there is no such module or script here" in said
 
 
 @needs("verl")
@@ -581,6 +584,21 @@ NATIVE = pytest.mark.skipif(
         pytest.param(
             (*SKYRL, "trainer.strategy=fsdp2"),
             {"trainer.policy.fsdp_config.mixed_precision.buffer_dtype": "bf16"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            {f"{KWARGS}.exp_avg_dtype": "bf16"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            {"trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp16"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            {f"{KWARGS.rpartition('.')[0]}.transformer_config_kwargs.exp_avg_dtype": "bf16"},
             marks=needs("skyrl"),
         ),
         pytest.param(
@@ -794,6 +812,7 @@ def test_torchtitan_reads_the_names_that_the_job_may_write(
     assert plan["models"][0]["after"] == plan["models"][0]["before"]
     because = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
     assert scaling(plan) == ([] if name == "bf16" else [(OURS, because)])
+    assert f"invalid choice '{name}'" in plan["models"][0]["ends"]
 
 
 @needs("torchtitan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -120,6 +121,8 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             models.append(model)
             where = f"{request.framework} {request.version or ''}".strip()
             problems += _without_effect(plannable, model, where)
+    # The rollout's check and the model's reader refuse the same value of the same key.
+    problems = list({(one.key, one.message): one for one in problems}.values())
     notes = [*request.notes, NOT_COUNTED]
     if request.megatron and rules.transformer_engine is None:
         notes.insert(
@@ -132,6 +135,13 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             0,
             f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides "
             f"show what {job.framework} does alone. Unset it to see what the shim would do",
+        )
+    isolated = "uv" in job.launcher and "--isolated" in job.launcher
+    if isolated and not any(re.search("precision[-_]shim", word) for word in job.launcher):
+        notes.insert(
+            0,
+            "uv run --isolated: the environment that it makes has no precision_shim, unless the "
+            "project depends on it: add --with /path/to/precision_shim",
         )
     if job.unset:
         notes.insert(

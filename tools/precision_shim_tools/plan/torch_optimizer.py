@@ -60,6 +60,7 @@ class ShardedModel:
         wrote: the dtypes that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
+        ends: why the job ends without the shim; empty if it does not.
     """
 
     subject: str
@@ -83,6 +84,7 @@ class ShardedModel:
     wrote: Sequence[Written] = ()
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    ends: str = ""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``.
@@ -129,6 +131,7 @@ class ShardedModel:
             self.compute,
             self.reduce if name else "",
             self._warnings(),
+            ends=self.ends,
         )
         return planned, []
 

@@ -285,17 +285,24 @@ def _restrict(
     return row
 
 
+def stuck(asked: Mapping[str, Any]) -> str:
+    """Why a bf16 exp_avg_sq cannot decay with the user's ``adam_beta2``; empty if it can."""
+    beta2 = float(asked.get("adam_beta2", MEGATRON_BETA2))
+    if second_moment_can_decay(beta2):
+        return ""
+    return (
+        f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
+        f"{1 - beta2:.2g} is not above 2^-8"
+    )
+
+
 def _guard_second_moment(
     row: dict[str, Any], requested: RequestedConfig, why: list[str], warnings: list[str]
 ) -> None:
     """Keep exp_avg_sq in fp32, or warn, if a bf16 exp_avg_sq cannot decay with ``beta2``."""
-    beta2 = float(requested.asked.get("adam_beta2", MEGATRON_BETA2))
-    if second_moment_can_decay(beta2):
+    reason = stuck(requested.asked)
+    if not reason:
         return
-    reason = (
-        f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
-        f"{1 - beta2:.2g} is not above 2^-8"
-    )
     if requested.auto == "guarded":
         row["exp_avg_sq_dtype"] = FP32
         why.append(f"exp_avg_sq stays fp32: {reason}")

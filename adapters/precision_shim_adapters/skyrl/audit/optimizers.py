@@ -11,7 +11,7 @@ from precision_shim.auditing.weight_audit import is_wanted, tell_asked
 
 from ...torch_fp16 import ScaledTraining
 from ..rollout.dtypes import asked_of, way_of_weights
-from ..training.fsdp import written
+from ..training.dtype_keys import written
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
 
