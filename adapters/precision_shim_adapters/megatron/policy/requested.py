@@ -136,7 +136,7 @@ class InForce:
         support: the FusedAdam that Megatron would use.
     """
 
-    states: str = "auto"
+    states: str
     coerces: bool = True
     dispatches: bool = True
     aligns: bool = True
