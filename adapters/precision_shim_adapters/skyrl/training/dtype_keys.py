@@ -53,7 +53,10 @@ def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
     """
     model, section = f"trainer.{role}.megatron_config", f"trainer.{role}.fsdp_config"
     in_fp16 = f"trainer.bf16=false and {model}.transformer_config_kwargs.fp16=true"
-    meant = {torch.float16: in_fp16, torch.float32: "trainer.bf16=false"}
+    meant: dict[torch.dtype | None, str] = {
+        torch.float16: in_fp16,
+        torch.float32: "trainer.bf16=false",
+    }
     for one in written(getattr(trainer, role).fsdp_config, section):
         key, dtype = one.key.rpartition(".")[2], parse_dtype(str(one.value))
         if dtype is not MIXED.get(key):
