@@ -103,6 +103,8 @@ def test_a_config_that_cannot_be_read_ends_no_build(
 
 @cases("verl", "megatron")
 def test_keys_without_effect(fused_adam: str, checkpoint: Path, case: Case) -> None:
+    if case.told[0].startswith("optim.") and Version("0.9") > VERL:
+        pytest.skip("before 0.9 the shim itself reads these fields")
     written = dict(case.written)
     dtype, optim = written.pop("dtype", "bfloat16"), written.pop("optim")
 
