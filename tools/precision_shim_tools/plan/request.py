@@ -127,7 +127,8 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     if request.megatron and rules.transformer_engine is None:
         notes.insert(
             -1,
-            "TransformerEngine is not installed here: the newest known rules hold; "
+            "TransformerEngine is not installed here, and a job in this environment could not use "
+            "the precision-aware optimizer. The plan is for an environment that has a new one; "
             "--transformer-engine names another version",
         )
     if job.off:
