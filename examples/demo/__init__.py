@@ -58,14 +58,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     several = _whole(1, 16)
     parser.add_argument(
         "--rl", action="store_true",
-        help="GRPO instead, with verl's main_ppo, Ray and vLLM; takes --steps and --output alone",
+        help="GRPO instead, with verl's main_ppo and vLLM; takes --steps, --seeds, --output alone",
     )  # fmt: skip
     parser.add_argument("--nproc", type=several, default=1, help="ranks, over gloo (1)")
     parser.add_argument(
         "--steps", type=_whole(2), help="optimizer steps of each training (150; with --rl 24)"
     )
     parser.add_argument(
-        "--seeds", type=several, help="trainings per run (as many as end within a minute, up to 3)"
+        "--seeds",
+        type=several,
+        help="trainings per run (as many as end within a minute, up to 3; with --rl 1)",
     )
     parser.add_argument("--beta2", type=float, help="Adam's beta2, instead of the settings file's")
     parser.add_argument(
@@ -143,23 +145,16 @@ def _rl(asked: argparse.Namespace) -> int | None:
     if reason := rl.unavailable():
         print(f"precision-shim demo --rl: {reason}. What runs here:", file=sys.stderr)
         return None
-    others: dict[str, object] = {
-        "nproc": 1,
-        "seeds": None,
-        "beta2": None,
-        "config": None,
-        "text": None,
-        "set": [],
-    }
+    others: dict[str, object] = {"nproc": 1, "beta2": None, "config": None, "text": None, "set": []}
     values = {**vars(asked), "set": asked.settings}
     if given := [f"--{name}" for name, default in others.items() if values[name] != default]:
-        raise _CannotRunError(f"--rl takes --steps and --output alone, not {', '.join(given)}")
+        allowed = "--steps, --seeds and --output"
+        raise _CannotRunError(f"--rl takes {allowed} alone, not {', '.join(given)}")
     from rich.console import Console
 
-    output: Path = asked.output.absolute()
-    output.mkdir(parents=True, exist_ok=True)
+    output, steps = asked.output.absolute(), asked.steps or rl.STEPS
     try:
-        return 0 if rl.demo(Console(highlight=False), output, asked.steps or rl.STEPS) else 1
+        return 0 if rl.demo(Console(highlight=False), output, steps, asked.seeds or 1) else 1
     except rl.JobFailedError as error:
         raise RunFailedError(str(error)) from error
     except KeyboardInterrupt:

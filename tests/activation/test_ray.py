@@ -83,6 +83,7 @@ class Cluster:
 
     gcs: str
     dashboard: str
+    client: str
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,11 @@ def running(log):
         *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
     )
     ports = dict(zip(names, free_ports(len(names)), strict=True))
-    made = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}")
+    made = Cluster(
+        f"127.0.0.1:{ports['port']}",
+        f"http://127.0.0.1:{ports['dashboard-port']}",
+        f"ray://127.0.0.1:{ports['ray-client-server-port']}",
+    )
     # Ray's temporary folder is not pytest's folder, whose name is too long for a socket. Ray's
     # usual folder is not used either, because Ray looks there for a running cluster to join.
     with tempfile.TemporaryDirectory(prefix="ray") as folder, log.open("w") as output:
@@ -179,20 +184,21 @@ def free_ports(count):
 def drive(tmp_path, cluster):
     """Return a function that runs a driver on the cluster and returns the driver's ``found``."""
 
-    def run(body, **variables):
+    def run(body, address="", **variables):
         program = tmp_path / "driver.py"
         end = '\nray.shutdown()\nprint("FOUND", json.dumps(found))\n'
         program.write_text(DRIVER + body + end)
         for _ in range(3):  # Ray allows a node only 30 seconds to start, too few on a busy machine
             done = subprocess.run(
-                [sys.executable, str(program), cluster.gcs],
+                [sys.executable, str(program), address or cluster.gcs],
                 env=environment(**variables),
                 capture_output=True,
                 text=True,
                 timeout=300,
                 check=False,
             )
-            if "timed out during startup" not in done.stderr:
+            slow = ("timed out during startup", "Starting Ray client server failed")
+            if not any(one in done.stderr for one in slow):
                 break
         assert done.returncode == 0, done.stdout + done.stderr
         return found_in(done.stdout)
@@ -276,20 +282,22 @@ def test_off_is_off_on_a_cluster_that_others_use(drive):
 
 
 @pytest.mark.parametrize(
-    "argument",
+    ("argument", "client"),
     [
-        'runtime_env=RuntimeEnv(env_vars={"THEIRS": "job"})',
-        'job_config=JobConfig(runtime_env={"env_vars": {"THEIRS": "job"}})',
+        ('runtime_env=RuntimeEnv(env_vars={"THEIRS": "job"})', False),
+        ('job_config=JobConfig(runtime_env={"env_vars": {"THEIRS": "job"}})', False),
+        ('runtime_env={"env_vars": {"THEIRS": "job"}}', True),
     ],
+    ids=["RuntimeEnv", "JobConfig", "client"],
 )
-def test_the_shapes_of_a_runtime_env(drive, argument):
+def test_the_shapes_of_a_runtime_env(drive, cluster, argument, client):
     body = f"""
 from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
 ray.init(**HERE, {argument})
 found.update(task=task())
 """
-    found = drive(body, PRECISION_SHIM="1")
+    found = drive(body, cluster.client if client else "", PRECISION_SHIM="1")
     assert (found["task"]["enabled"], found["task"]["theirs"]) == (True, "job")
 
 

@@ -18,6 +18,7 @@ from precision_shim_tools.checkpoint.report import examine
 from precision_shim_tools.testing import measure_bytes
 
 from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.without_effect import Case, cases, hold
 from ..testing.tiny_training import load, save
 from .cpu import OVERFLOW, config, engine, parameters, scalers, train
 
@@ -229,3 +230,15 @@ def test_a_version_without_a_symbol_is_refused_whole(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused_whole(on, monkeypatch, adapter, "optimizer_step")
+
+
+@cases("areal", "megatron")
+def test_keys_without_effect(on_cpu: Any, shim: Callable[..., Any], case: Case) -> None:
+    def build() -> Any:
+        asked = config(optimizer=case.written.get("optimizer"))
+        for key, value in case.written.items():
+            if key != "optimizer":
+                setattr(asked, key, value)
+        return engine(on_cpu, asked)
+
+    hold(case, build, frameworks="areal", export=False)

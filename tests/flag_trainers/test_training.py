@@ -17,6 +17,8 @@ from precision_shim_tools.testing import measure_bytes
 
 from ..every_framework.checkpoint_doctor import verdict
 from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.without_effect import CASES as KEYS
+from ..every_framework.without_effect import Case, hold
 from ..testing.tiny_training import load, save
 from .driving import OVERFLOW, SCALE, Trainer, skipped
 
@@ -24,6 +26,7 @@ On = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("one_process")
 FP16 = ("--fp16", f"--initial-loss-scale={SCALE:.0f}")
 FP32_BUCKET = "--accumulate-allreduce-grads-in-fp32"
+CASES = [one for one in KEYS if one.framework in ("slime", "miles")]
 ADAPTERS = {"slime": slime, "miles": miles}
 
 
@@ -150,3 +153,12 @@ def test_a_version_without_a_symbol_is_refused_whole(
     on: On, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused_whole(on, monkeypatch, ADAPTERS[name], "train_one_step")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda one: f"{one.framework} {one.told[0]}")
+def test_keys_without_effect(name: str, shim: Callable[..., Any], case: Case) -> None:
+    if case.framework != name:
+        pytest.skip(f"a key of {case.framework}")
+    flags = [word for pair in case.written.items() for word in pair if pair[0][:2] == "--" and word]
+    own = {key: value for key, value in case.written.items() if key[:2] != "--"}
+    hold(case, lambda: Trainer.of(name, *flags, **own), frameworks=name, export=False)

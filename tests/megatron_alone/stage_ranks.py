@@ -1,14 +1,15 @@
-"""The ranks of ``test_stages.py``: the stages of a pipeline."""
+"""The ranks of ``test_stages.py``: the stages of a pipeline, and the parts of tensors."""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import precision_shim
-from precision_shim_adapters.megatron import RequestedConfig, building
+from precision_shim_adapters.megatron import RequestedConfig, building, metrics
 from precision_shim_tools.testing import (
     megatron_on_cpu,
     model_parallel,
@@ -16,6 +17,7 @@ from precision_shim_tools.testing import (
 )
 
 from ..processes.rank_server import Launch, look_ahead
+from .training import Trainer, fp16
 
 
 def prepare() -> None:
@@ -33,15 +35,13 @@ def run(launch: Launch) -> Any:
     with (
         stand_in_transformer_engine(),
         megatron_on_cpu(),
-        model_parallel(
-            2, launch.rank, launch.store, pipeline_model_parallel_size=launch.options["stages"]
-        ),
+        model_parallel(2, launch.rank, launch.store, **launch.options["parallel"]),
     ):
         precision_shim.install(
             frameworks="megatron", features="fp16-scaling", strict=True, export=False
         )
         try:
-            return fsdp(launch)
+            return {"fsdp": fsdp, "tensors": tensors}[launch.case](launch)
         finally:
             precision_shim.uninstall()
 
@@ -63,3 +63,25 @@ def fsdp(launch: Launch) -> bool:
     ):
         made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
     return bool(vars(made)["ddp_config"].check_for_nan_in_grad)
+
+
+def tensors(launch: Launch) -> dict[str, Any]:
+    """Take three steps; in the second, only the last rank's part of one gradient overflows."""
+    options = launch.options
+    build = replace(
+        fp16(hysteresis=1), distributed=options["distributed"], model=options["parallel"]
+    )
+    trainer = Trainer.of(build)
+    report: dict[str, Any] = {"skipped": [], "moved": [], "metrics": []}
+    for number in range(3):
+        before = trainer.parameters()
+        trainer.backward(number)
+        if number == 1 and launch.rank == 1:
+            part = trainer.chunks[0].module.module.decoder.layers[0].mlp.linear_fc1.weight
+            assert part.tensor_model_parallel
+            part.main_grad.view(-1)[0] = torch.inf
+        successful, *_ = trainer.optimizer.step()
+        report["skipped"].append(not successful)
+        report["moved"].append(not all(map(torch.equal, before, trainer.parameters())))
+        report["metrics"].append(metrics(trainer.optimizer))
+    return report

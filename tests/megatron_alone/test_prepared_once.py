@@ -34,8 +34,9 @@ def test_the_norm_is_that_of_megatrons_own_step(
     assert (wrong == right) == (not fp32_bucket)
     assert [one._growth_tracker for one in unpatched.scalers] == [6] * len(unpatched.scalers)
     if fp32_bucket:  # the gradients are divided by the scale twice
-        assert wrong[0] == pytest.approx(right[0] / SCALE, rel=1e-3)
-        assert right == pytest.approx(unscaled, rel=1e-3)
+        assert wrong[0] == right[0] / SCALE
+        # A norm that is not unscaled would be a thousand times as large.
+        assert right == pytest.approx(unscaled, rel=0.5)
     on(features="fp16-scaling")  # the audit would refuse fp16 buckets under strict
     patched = Trainer.of(build, parts)
     assert norms(patched, "asking") == right

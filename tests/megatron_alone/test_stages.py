@@ -1,13 +1,32 @@
-"""The stages of a pipeline decide alike, in Megatron-FSDP too."""
+"""The ranks of a model decide alike: pipeline stages, and the parts of a tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from ..processes.rank_server import rank_server
+from ..processes.rank_server import Ranks, rank_server
+from .training import SCALE
 
 
-def test_megatron_fsdp(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture(scope="module")
+def launch(megatron_core: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with rank_server("tests.megatron_alone.stage_ranks", tmp_path_factory.mktemp("r")) as ranks:
+        yield ranks
+
+
+def test_megatron_fsdp(launch: Ranks) -> None:
     """The NaN check would end the job on the stage that has no fp16 parameters."""
-    with rank_server("tests.megatron_alone.stage_ranks", tmp_path_factory.mktemp("r")) as launch:
-        assert launch("fsdp", stages=2) == [False, False]
+    assert launch("fsdp", parallel={"pipeline_model_parallel_size": 2}) == [False, False]
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "not distributed"])
+def test_an_overflow_in_one_part_of_a_tensor(launch: Ranks, distributed: bool) -> None:
+    """Only one of two tensor-parallel ranks has the overflow; both skip, and lower the scale."""
+    parallel = {"tensor_model_parallel_size": 2}
+    for rank in launch("tensors", parallel=parallel, distributed=distributed):
+        assert rank["skipped"] == [False, True, False]
+        assert rank["moved"] == [True, False, True]
+        assert [one["skipped_steps"] for one in rank["metrics"]] == [0.0, 1.0, 1.0]
+        assert [one["loss_scale"] for one in rank["metrics"]] == [SCALE, SCALE, SCALE / 2]

@@ -16,6 +16,7 @@ from precision_shim_tools.testing import measure_bytes
 
 from ..every_framework.checkpoint_doctor import verdict
 from ..every_framework.taken_out import leaves_nothing_behind, namespaces, refused_whole
+from ..every_framework.without_effect import Case, cases, hold
 from .cpu import OVERFLOW, arguments, parameters, scalers, train, trainer
 
 On = Callable[..., Any]
@@ -132,3 +133,9 @@ def test_a_version_without_a_symbol_is_refused_whole(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused_whole(on, monkeypatch, adapter, "train_step")
+
+
+@cases("ms-swift", "megatron")
+def test_keys_without_effect(on_cpu: Any, shim: Callable[..., Any], case: Case) -> None:
+    asked = dict(case.written)
+    hold(case, lambda: trainer(on_cpu, arguments(**asked)), frameworks="ms-swift", export=False)

@@ -183,6 +183,17 @@ def test_a_job_that_ends_without_the_shim_has_no_figures_without(unset: bool) ->
     (row,) = (line for line in lines if "together" in line)
     assert len(row.split()) == 2
     assert ("note: PRECISION_SHIM is unset" in render(plan)) is unset
+    plan = make(replace(job(LINE), unset=unset), request(asked()), RULES)
+    assert render(plan).splitlines()[0].endswith(": legal" + "; the shim is not on" * unset)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [("", False), ("--isolated", True), ("--isolated --with x/precision_shim", False)],
+)
+def test_an_environment_that_uv_makes_without_the_shim(options: str, told: bool) -> None:
+    line = f"uv run {options} -m toytrainer.main".split()
+    assert any("--with" in note for note in make(job(line), request(asked()), RULES).notes) is told
 
 
 def test_the_fullest_stage_is_shown() -> None:

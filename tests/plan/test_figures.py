@@ -88,6 +88,15 @@ def test_a_second_moment_that_cannot_decay_stays_fp32() -> None:
     assert "cannot decay" in made.decisions[0].because
 
 
+@pytest.mark.parametrize("beta2", [None, 0.95])
+def test_a_second_moment_that_the_user_wrote_and_that_cannot_decay(beta2: float | None) -> None:
+    written = {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"}
+    told = planned(qwen3(asked={**written, **({"adam_beta2": beta2} if beta2 else {})})).warnings
+    assert [("cannot decay" in one, "adam_beta2=0.99 or lower" in one) for one in told] == (
+        [] if beta2 else [(True, True)]
+    )
+
+
 def test_plain_adam_copies_a_16_bit_bucket_for_the_step() -> None:
     dense = planned(qwen3(bucket_in_fp32=False)).before[0].parts[0]
     assert dense.at_step["grad_copies"].group_bytes == 4 * dense.parameters
@@ -344,3 +353,9 @@ def test_no_parameter_is_lost(tensor: int, pipeline: int, expert: int, context: 
 def largest(model: shapes.Model, sizes: Sizes) -> int:
     """Parameters of the rank with the most parameters."""
     return max(one.dense + one.experts for one in count(model, sizes))
+
+
+def test_a_flag_of_another_dtype_than_the_models_is_illegal() -> None:
+    _, (problem,) = plan_model(qwen3(asked={"fp16": True}), resolve(environ={}), NEWEST)
+    assert (problem.code, problem.key.rpartition(".")[2]) == ("flags", "fp16")
+    assert "bf16" in problem.message

@@ -163,8 +163,10 @@ def test_verl_on_fsdp_and_what_is_illegal(model: Path) -> None:
     stored = "actor_rollout_ref.actor.fsdp_config.model_dtype"
     low = ("--", *VERL, "algorithm.adv_estimator=grpo", path, f"{stored}=bf16")
     told_masters(planned(*low)[1], f"{stored}=fp32")
-    rounds = "+actor_rollout_ref.actor.optim.override_optimizer_config.bf16_stochastic_round=true"
-    assert planned(*low, rounds)[1]["models"][0]["warnings"] == []
+    optim = "actor_rollout_ref.actor.optim"
+    rounds = (f"{optim}.optimizer_impl=torchao.optim", f"{optim}.optimizer=_AdamW")
+    rounds += (f"+{optim}.override_optimizer_config.bf16_stochastic_round=true",)
+    assert planned(*low, *rounds)[1]["models"][0]["warnings"] == []
     half = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
     reference = "actor_rollout_ref.actor.use_kl_loss=True"
     _, plan = planned("--", *VERL, "algorithm.adv_estimator=grpo", path, reference, half)
@@ -204,6 +206,7 @@ MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
         ("param_dtype", f"Write {MIXED}.param_dtype, or"),
         ("fsdp_config.lr", f"Write {ACTOR}.optim.lr, or"),
         ("optim.lrr", f"Did you mean {ACTOR}.optim.lr? Correct"),
+        ("optim.override_optimizer_config.exp_avg_dtype", "Leave it out, or train on Megatron."),
     ],
 )
 def test_a_key_in_a_wrong_section_of_verls_is_told_where_it_belongs(
@@ -230,8 +233,9 @@ def test_verls_other_engines(model: Path) -> None:
     if here >= Version("0.9.0"):
         because = "dtype is float16, and verl's torchtitan engine has no loss scaler"
         assert (code, scaling(plan), notes) == (0, [(OURS, because)], [])
-    else:  # before 0.9 this engine trains in bfloat16, as a note in the plan states
-        assert (code, scaling(plan), len(notes)) == (0, [], 1)
+    else:  # before 0.9 this engine trains in bfloat16: the key has no effect, and a note says why
+        codes = [one["code"] for one in plan["problems"]]
+        assert (code, scaling(plan), len(notes), codes) == (1, [], 1, ["no-effect"])
     sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
     code, plan = planned("--", *sft, "engine.mp_param_dtype=fp16")
@@ -375,7 +379,7 @@ def test_a_value_of_another_kind_is_no_traceback(word: str, expected: str) -> No
 def test_an_entry_point_that_is_not_there() -> None:
     said = refused("--", "python", "-m", "verl.trainer.main_gone")
     assert "verl.trainer.main_gone: " in said
-    assert "there is no such directory of configs" in said
+    assert "there is no such module or script here" in said
 
 
 @needs("verl")
@@ -531,6 +535,89 @@ def test_nemo_rl(model: Path) -> None:
     said = refused("--", *words, *off, context)
     assert "64 GPUs are no multiple of 6, which is tensor x pipeline x context" in said
     assert "none.yaml" in refused("--", *words[:-1], str(model / "none.yaml"))
+
+
+OPTIM = f"{ACTOR}.optim"
+KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
+GRPO = (*VERL, "algorithm.adv_estimator=grpo")
+GRPO_ON_MEGATRON = (*VERL[:3], "--config-name=ppo_megatron_trainer", *GRPO[3:])
+NATIVE = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.9"),
+    reason="verl has fields for the states' dtypes from 0.9",
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        pytest.param(
+            GRPO_ON_MEGATRON, {f"++{OPTIM}.exp_avg_dtype": "bf16"}, marks=[needs("verl"), NATIVE]
+        ),
+        pytest.param(
+            GRPO_ON_MEGATRON,
+            {
+                f"++{OPTIM}.exp_avg_dtype": "bf16",
+                f"++{OPTIM}.use_precision_aware_optimizer": "true",
+                f"++{OPTIM}.override_optimizer_config.exp_avg_dtype": "fp32",
+            },
+            marks=[needs("verl"), NATIVE],
+        ),
+        pytest.param(
+            GRPO, {f"++{ACTOR}.fsdp_config.dtype": "float16"}, marks=[needs("verl"), NATIVE]
+        ),
+        pytest.param(GRPO, {f"++{MIXED}.parm_dtype": "fp16"}, marks=needs("verl")),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            {"trainer.policy.fsdp_config.mixed_precision.buffer_dtype": "bf16"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            {f"{KWARGS}.exp_avg_dtype": "bf16"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            {"trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp16"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            {f"{KWARGS.rpartition('.')[0]}.transformer_config_kwargs.exp_avg_dtype": "bf16"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            {
+                f"{KWARGS}.main_grads_dtype": "bf16",
+                f"{KWARGS}.use_precision_aware_optimizer": "true",
+                f"{KWARGS.rpartition('.')[0]}.ddp_config.grad_reduce_in_fp32": "true",
+            },
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            ("python3", "nemo_rl/run_grpo.py", "--config", "job.yaml"),
+            {"++policy.hf_config_overrides.dtype": "float32"},
+            marks=needs("nemo_rl"),
+        ),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_a_dtype_that_has_no_effect_is_illegal(
+    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], written: dict[str, str]
+) -> None:
+    monkeypatch.chdir(model)
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    words = [f"{key}={value}" for key, value in written.items()]
+    code, plan = planned("--parameters", "1B", "--", *line, *words)
+    found = [one for one in plan["problems"] if one["code"] == "no-effect"]
+    (key, *others) = [key.lstrip("+") for key in written]
+    assert (code, [(one["key"], one["subject"] in ("actor", "policy")) for one in found]) == (
+        1,
+        [(key, True)],
+    )
+    (other,) = others[-1:] or [key]
+    assert other in found[0]["message"] + found[0]["remedy"]
 
 
 REWARDED = """
@@ -690,6 +777,7 @@ def test_torchtitan_reads_the_names_that_the_job_may_write(name: str) -> None:
     assert plan["models"][0]["after"] == plan["models"][0]["before"]
     because = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
     assert scaling(plan) == ([] if name == "bf16" else [(OURS, because)])
+    assert f"invalid choice '{name}'" in plan["models"][0]["ends"]
 
 
 @needs("torchtitan")

@@ -215,6 +215,8 @@ def by_worker(
 ) -> Verdict:
     """The verdict of a worker that is built with the shim on, or why it is refused.
 
+    A warning of a dtype without effect counts as a refusal, because it is an error under strict.
+
     Args:
         look: builds the worker.
         drawn: the config.
@@ -231,7 +233,8 @@ def by_worker(
     try:
         with ours() as said:
             found = look()
-        return replace(found, told=said)
+        ineffective = [text for text in said if " has no effect: " in text]
+        return replace(found, refused="; ".join(ineffective), told=said)
     except precision_shim.PrecisionShimError as error:
         return refused(error)
     except Exception as error:

@@ -36,6 +36,7 @@ def stand_in_for_absent() -> None:
 
 def worker(**config: Any) -> Any:
     """The values that a strategy reads from its worker, at ROLL's defaults."""
+    model_args = config.pop("model_args", {})
     values = {
         "output_dir": "/nowhere",
         "per_device_train_batch_size": 4,
@@ -59,7 +60,7 @@ def worker(**config: Any) -> Any:
         worker_config=SimpleNamespace(
             name=NAME,
             training_args=training_args,
-            model_args=SimpleNamespace(lora_target=None),
+            model_args=SimpleNamespace(lora_target=None, **model_args),
             strategy_args=SimpleNamespace(strategy_config=config),
             use_sequence_packing=False,
             use_dynamic_batching_in_train=False,

@@ -70,7 +70,8 @@ class Trainer:
         module = importlib.import_module(MODULE)
         transformers = importlib.import_module("transformers")
         tiny().save_pretrained(directory)
-        one = worker(param_dtype=dtype, **config)
+        named = {} if "model_args" in config else {"param_dtype": dtype}
+        one = worker(**named, **config)
         one.pipeline_config.seed = 0
         vars(one.worker_config.model_args).update(
             ulysses_size=ulysses, model_name_or_path=str(directory), model_config_kwargs={}

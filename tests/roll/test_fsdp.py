@@ -22,6 +22,7 @@ from precision_shim_adapters.roll import adapter
 from ..every_framework.checkpoint_doctor import ask
 from ..every_framework.shim_warnings import ours
 from ..every_framework.taken_out import refused_whole
+from ..every_framework.without_effect import Case, cases, hold
 from .driving import OVERFLOW
 from .sharded import Trainer
 
@@ -254,3 +255,11 @@ def test_a_version_without_a_symbol_is_refused_whole(
     on: On, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     refused_whole(on, monkeypatch, adapter, name)
+
+
+@cases("roll", "fsdp")
+def test_keys_without_effect(shim: Callable[..., Any], tmp_path: Path, case: Case) -> None:
+    def build() -> Any:
+        return Trainer.of(tmp_path, model_args=case.written)
+
+    hold(case, build, frameworks="roll", export=False)

@@ -162,7 +162,7 @@ def test_a_nan_on_one_rank_skips_on_both_and_an_epoch_of_them_ends(run_ranks):
         assert rank["scale"] >= 1.0
 
 
-def test_a_step_waits_for_no_more_than_a_scaler_written_in_by_hand(run_ranks, capsys):
+def test_a_step_waits_for_no_more_than_a_scaler_written_in_by_hand(run_ranks):
     for rank in run_ranks("overhead"):
         for by_hand, ours in rank["counts"].values():
             assert by_hand["reads"] > 0
@@ -170,8 +170,6 @@ def test_a_step_waits_for_no_more_than_a_scaler_written_in_by_hand(run_ranks, ca
             assert ours["reads"] <= by_hand["reads"]
             assert ours["collectives"] <= by_hand["collectives"]
         assert rank["equal"]
-        with capsys.disabled():
-            print(f"\nours beside a hand-written loop: {rank['counts']}, time x{rank['ratio']:.3f}")
 
 
 def test_another_world_size_gets_the_exact_state(halves, checkpoint):

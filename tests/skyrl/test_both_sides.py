@@ -150,7 +150,7 @@ def test_on_fsdp(
     follow: bool,
 ) -> None:
     """SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16."""
-    from precision_shim_adapters.skyrl.training.fsdp import mixed_dtypes
+    from precision_shim_adapters.skyrl.training.dtype_keys import mixed_dtypes
 
     written = () if ref is None else (f"{REF}={ref}",)
     words = on_fsdp(policy, f"{KEY}={rollout}", *written)

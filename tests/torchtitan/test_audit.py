@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import precision_shim
 
 from ..every_framework.shim_warnings import ours
+from ..every_framework.without_effect import Case, cases, hold
 from . import cpu
 from .test_pretraining import train
 
@@ -122,3 +124,17 @@ def test_lost_updates_in_pretraining(pretrainer: Any, shim: Any, tmp_path: Path)
     assert not LOST & set(figures[0])
     assert set(figures[-1]) >= LOST
     assert 0 <= figures[-1]["updates_lost"] <= 1
+
+
+@cases("torchtitan", "fsdp")
+def test_keys_without_effect(pretrainer: Any, shim: Any, tmp_path: Path, case: Case) -> None:
+    """A model of the user's own may shard itself in a dtype of its own."""
+    config = cpu.trainer_config(tmp_path, "bfloat16", training=case.written)
+    own = config.model_spec.parallelize_fn
+
+    def parallelize(*args: Any, training: Any, **others: Any) -> Any:
+        training = replace(training, mixed_precision_param="bfloat16")
+        return own(*args, training=training, **others)
+
+    config.model_spec.parallelize_fn = parallelize
+    hold(case, lambda: pretrainer(config=config))

@@ -1,4 +1,4 @@
-"""README and docs compared with the code: versions, settings, pages and pictures."""
+"""README, CHANGELOG and docs compared with the code: versions, settings and pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
+import precision_shim
 from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 from precision_shim_adapters.frameworks import FRAMEWORKS
 
@@ -31,6 +33,13 @@ def test_the_readme_has_what_the_shim_adds_on_each_tested_version() -> None:
         rows = [row for row in table if f"/{declared.framework}.md)" in row]
         where = " ".join(rows) if declared.framework != "megatron" else readme
         assert all(re.search(rf"[ ,]{re.escape(version)}[ ,:]", where) for version in versions)
+
+
+def test_changelog_citation_and_a_tags_package_name_one_version() -> None:
+    (newest, *_) = re.findall(r"^## \[(\d.*?)\] - ", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert re.findall(r"^version: (.+)$", text_of("CITATION.cff"), re.MULTILINE) == [newest]
+    if Version(precision_shim.__version__).local is None:  # built from a tag
+        assert precision_shim.__version__ == newest
 
 
 def test_the_page_of_settings_has_all_of_them() -> None:

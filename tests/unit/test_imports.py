@@ -163,6 +163,19 @@ TOOLS_OF_THE_CORE = {
 """The modules that a worker may load and that import a tool, each with the occasion."""
 
 
+NETWORK = re.compile(
+    r"(_?socket|_?ssl|asyncio|http|urllib\.request|urllib3|xmlrpc|ftplib|smtplib|poplib|imaplib"
+    r"|requests|httpx|aiohttp|grpc|zmq|fsspec|boto3|torch\.hub)(\.|$)"
+)
+
+
+def test_no_module_imports_what_opens_a_network_connection():
+    """As docs/security.md says."""
+    imported = {one for name in FILES for one in named(name)}
+    assert {"json", "precision_shim.errors"} <= imported
+    assert not [one for one in imported if NETWORK.match(one)]
+
+
 def test_what_a_worker_runs_imports_no_tool():
     found = {
         name

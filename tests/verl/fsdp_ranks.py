@@ -528,12 +528,25 @@ def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
 
 
 @case
-def other_keys(job: Job) -> dict[str, Any]:
-    """Set float16 under a key that FSDP does not read: the shim only warns."""
+def without_effect(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
+    """Build an engine with further fields of its config, first warned, then under strict."""
     install()
     with ours() as said:
-        one = support.engine(job.model, param_dtype=None, dtype="float16")
-    return {"said": said, "scaler": type(getattr(one, "scaler", None)).__name__}
+        one = support.engine(job.model, param_dtype=None, **fields)
+    audits = precision_shim.status().audit
+    precision_shim.uninstall()
+    precision_shim.install(strict=True)
+    error = ""
+    try:
+        support.engine(job.model, param_dtype=None, **fields)
+    except precision_shim.PrecisionShimError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {
+        "said": said,
+        "scaler": type(getattr(one, "scaler", None)).__name__,
+        "problems": [each.message for audit in audits for each in audit.problems],
+        "error": error,
+    }
 
 
 def audits_of(folder: Path) -> dict[str, Any]:

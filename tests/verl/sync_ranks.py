@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import precision_shim
 from precision_shim.auditing import meters, sent_weights
 from precision_shim.precision.dtypes import name_of
+from precision_shim_adapters.verl.rollout.weight_sync import rounds_weights
 
 from ..every_framework.shim_warnings import ours
 from ..processes.rank_server import Launch, look_ahead
@@ -405,13 +406,16 @@ def delta(
 def shards(on: bool, dtype: str) -> dict[str, Any]:
     """Send a seed and a delta by verl's delta checkpoint engine; compare the receiver's weights.
 
-    The checkpoint engine itself needs GPU packages; its stand-in has only the seed's dtype.
+    The checkpoint engine itself needs GPU packages; here it has only the seed's dtype.
     """
     if on:
         precision_shim.install()
-    with pytest.MonkeyPatch.context() as patch, ours() as said:
+    packages = engine_of_empty_packages("cupy")
+    with packages, pytest.MonkeyPatch.context() as patch, ours() as said:
         base = importlib.import_module("verl.checkpoint_engine.base")
-        sender = SimpleNamespace(rollout_dtype=torch.bfloat16)
+        impl = importlib.import_module("verl.checkpoint_engine.delta_checkpoint_engine")
+        sender = object.__new__(impl.DeltaShardedCheckpointEngine)
+        sender.rollout_dtype = torch.bfloat16  # verl's default
         made = classmethod(lambda *args, **kwargs: sender)
         patch.setattr(base.CheckpointEngineRegistry, "new", made)
         one = worker(
@@ -440,6 +444,7 @@ def shards(on: bool, dtype: str) -> dict[str, Any]:
         held[name].view(-1)[index.long()] = value.to(held[name].dtype)
     return {
         "seed": seeded,
+        "rounds": rounds_weights(sender),
         "is": labels(held, known(engine, lora=False)),
         "dtypes": sorted({dtype for _, dtype, *_ in entries}),
         "operators": dict(operators.seen),

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import InconsistentPrecisionError
 
 from ..every_framework.shim_warnings import ours
+from ..every_framework.without_effect import Case, cases, hold
 from .conftest import VERL
 from .support import engine, optim_config
 
@@ -55,7 +55,7 @@ def test_a_bucket_that_the_user_wrote(
 
 
 def test_flags_that_the_user_wrote(fused_adam: str, checkpoint: Path, shim: Any) -> None:
-    fields = optim_config(override_optimizer_config={"bf16": False, "params_dtype": torch.float32})
+    fields = optim_config(override_optimizer_config={"bf16": False, "fp16": True})
     shim(features=["audit"], strict=True)
     with ours() as said:
         build(checkpoint, optim=fields)
@@ -93,3 +93,18 @@ def test_a_config_that_cannot_be_read_ends_no_build(
     monkeypatch.setattr(Build, "requested", property(unreadable))
     build(checkpoint)
     assert [(one.framework, one.subject) for one in precision_shim.status().audit] == [("verl", "")]
+
+
+@cases("verl", "megatron")
+def test_keys_without_effect(fused_adam: str, checkpoint: Path, case: Case) -> None:
+    if case.told[0].startswith("optim.") and Version("0.9") > VERL:
+        pytest.skip("before 0.9 the shim itself reads these fields")
+    written = dict(case.written)
+    dtype, optim = written.pop("dtype", "bfloat16"), written.pop("optim")
+
+    def made() -> Any:
+        one = engine(checkpoint, dtype, optim=optim_config(**optim), **written)
+        one.initialize()
+        return one
+
+    hold(case, made)

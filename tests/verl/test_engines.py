@@ -204,7 +204,7 @@ def test_refused_before_the_optimizer_is_built(built: Any, case: str, key: str) 
 def test_float16_in_another_key_is_said(built: Any) -> None:
     assert built["other key"]["scaler"] == "NoneType"
     (said,) = built["other key"]["said"]
-    assert "mp_param_dtype is not" in said
+    assert "mp_reduce_dtype=float16 is no fp16 training here" in said
 
 
 def test_a_reference_model_computes_in_fp16_and_has_no_scaler(built: Any) -> None:

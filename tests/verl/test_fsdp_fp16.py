@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from ..every_framework.without_effect import Case, agree, cases
 from ..processes.rank_server import Ranks
 from .conftest import VERL
 
@@ -248,11 +249,20 @@ def test_a_batch_after_an_exception_is_exact(fsdp_ranks: Ranks, place: str) -> N
         assert one["states"][0] == one["states"][1]
 
 
-def test_float16_under_another_key_is_said(fsdp_ranks: Ranks) -> None:
-    (one,) = fsdp_ranks("other_keys", world=1)
-    (said,) = one["said"]
-    assert "dtype=float16 is no fp16 training here" in said
+@cases("verl", "fsdp")
+def test_keys_without_effect(fsdp_ranks: Ranks, case: Case) -> None:
+    (one,) = fsdp_ranks("without_effect", world=1, fields=case.written)
+    agree(case, one["problems"], one["said"])
+    assert one["error"].startswith("InconsistentPrecisionError")
+    assert one["problems"][0] in one["error"]
     assert one["scaler"] == "NoneType"
+
+
+def test_parameters_stored_in_float16_are_no_fp16_training(fsdp_ranks: Ranks) -> None:
+    (one,) = fsdp_ranks("without_effect", world=1, fields={"model_dtype": "float16"})
+    (said,) = one["said"]
+    assert "model_dtype=float16 is no fp16 training here" in said
+    assert (one["problems"], one["error"]) == ([], "")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", None])

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim_adapters.megatron.training.lm_head import compute_in_fp32
 
 from ..every_framework.both_sides import of_plan
 from ..processes.rank_server import Ranks
@@ -213,3 +214,17 @@ def test_megatrons_output_layer(
     main_grads = [p.main_grad for p in one.engine.module[0].parameters() if p.requires_grad]
     assert all(torch.isfinite(grad).all() for grad in main_grads)
     assert len(seen) >= 2
+
+
+def test_megatrons_output_layer_that_cannot_compute_in_fp32_is_refused(
+    train: Callable[..., tuple[Training, list[tuple[str, bool]]]],
+) -> None:
+    one, _ = train("as-configured")
+    model = one.engine.module[0]
+    (owner,) = [part for part in model.modules() if hasattr(part, "output_layer")]
+    owner.output_layer.config.defer_embedding_wgrad_compute = True
+    with pytest.raises(UnsupportedPrecisionError, match="Linear with defer_embedding_wgrad"):
+        compute_in_fp32([model], "verl", "PRECISION_SHIM_HEAD=fp32")
+    owner.output_layer = torch.nn.Linear(2, 2)
+    with pytest.raises(UnsupportedPrecisionError, match="output_layer is a Linear;"):
+        compute_in_fp32([model], "verl", "PRECISION_SHIM_HEAD=fp32")

@@ -322,10 +322,11 @@ class TestCheckForNan:
 
         from precision_shim_adapters.megatron import RequestedConfig, building
 
-        def given(dtype: torch.dtype) -> Any:
+        def given(dtype: torch.dtype, *, built: bool = True) -> Any:
             config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
             made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-            with building("verl", RequestedConfig), contextlib.suppress(Exception):
+            around = building("verl", RequestedConfig) if built else contextlib.nullcontext()
+            with around, contextlib.suppress(Exception):
                 made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
             assert config.check_for_nan_in_grad  # The caller's config is unchanged.
             return vars(made)["ddp_config"].check_for_nan_in_grad
@@ -333,6 +334,7 @@ class TestCheckForNan:
         assert given(torch.float16)
         shim()
         assert not given(torch.float16)
+        assert given(torch.float16, built=False)
         assert given(torch.bfloat16)
 
     def test_the_users_stays(self, build: Any, shim: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -111,6 +112,27 @@ def test_an_unpatched_megatron_reads_fp32_parameters(
         return
     tiny.load(*second, tmp_path / "saved")
     assert tiny.train(*second, steps=3, first=5) == straight
+
+
+def test_states_that_the_job_keeps_in_fp16(fused_adam: str, tmp_path: Path) -> None:
+    """fp32 states are rounded, with warnings; those that were rounded before are not."""
+    rounded, anew = "fp32 masters were rounded", "exp_avg is kept in fp16 with a scale"
+
+    def told(made: tuple[list[Any], Any], folder: Path) -> set[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tiny.load(*made, folder)
+        return {part for one in caught for part in (rounded, anew) if part in str(one.message)}
+
+    whole = AWARE | {"store_param_remainders": False}
+    half = whole | {"main_params_dtype": torch.float16, "exp_avg_dtype": torch.float16}
+    with shim(on=True, policy="as-configured"):
+        first, second = build("bf16", **whole), build("bf16", seed=1, **half)
+        tiny.train(*first, steps=2)
+        tiny.save(*first, tmp_path / "fp32", "dp_reshardable")
+        assert told(second, tmp_path / "fp32") == {rounded, anew}
+        tiny.save(*second, tmp_path / "fp16", "dp_reshardable")
+        assert told(build("bf16", seed=2, **half), tmp_path / "fp16") == set()
 
 
 def test_on_two_ranks(megatron_ranks: Ranks) -> None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, collect, seam, versioned
 from precision_shim.precision.dtypes import coerce_dtype
+from precision_shim.precision.effect import Written
 
 from .. import megatron
 from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
-from ..megatron.policy.requested import OVERLAP
+from ..megatron.policy.requested import OVERLAP, SETS
 from . import rollout
 
 ENGINE = "areal.engine.megatron_engine"
@@ -27,6 +30,13 @@ STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_
 _SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 OF_ADAM = {"optimizer": "type", "adam_beta2": "beta2", "clip_grad": "gradient_clipping"}
 """Maps fields of Megatron's OptimizerConfig to keys of AReaL's ``optimizer`` section."""
+
+_OWN = {"dtype": "params", "grad_reduce_dtype": "grad_buckets", "optimizer_dtype": "exp_avg"}
+"""Maps AReaL's dtype keys for all engines to what they set; its Megatron engine reads ``dtype``."""
+_NEEDS = {
+    "grad_reduce_dtype": "megatron.ddp.grad_reduce_in_fp32=false",
+    "optimizer_dtype": "megatron.exp_avg_dtype and megatron.exp_avg_sq_dtype",
+}
 
 
 def read(engine: Any) -> megatron.RequestedConfig:
@@ -51,6 +61,21 @@ def read(engine: Any) -> megatron.RequestedConfig:
         nan_check_written="check_for_nan_in_grad" in ddp,
         trains=ours is not None,
     )
+
+
+def written(engine: Any) -> Iterator[Written]:
+    """Yield AReaL's dtype keys that differ from their defaults, before ``initialize`` changes them.
+
+    ``adam_bf16`` replaces the dtypes of model and moments.
+    """
+    config, role = engine.config, "critic" if engine.config.is_critic else "actor"
+    for key, sets in _OWN.items():
+        for name, value in _written(config, (key,)).items():
+            yield Written(f"{role}.{name}", value, sets, _NEEDS.get(name, ""))
+    if config.optimizer is not None and config.optimizer.type == "adam_bf16":
+        needs = f"{role}.optimizer.type=adam"
+        for name, value in _written(config.megatron, STATES).items():
+            yield Written(f"{role}.megatron.{name}", value, SETS[name], needs)
 
 
 def _written(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -86,7 +111,8 @@ def name_dtypes(call: Call, config: Any) -> None:
 @seam(f"{ENGINE}:MegatronEngine.initialize", BUILDING, group=GROUP, why="around DDP and optimizer")
 def build(call: Call) -> None:
     """Record that a model is being built, and how to read its config."""
-    with megatron.building("areal", lambda: read(call.instance)):
+    wrote = tuple(written(call.instance))
+    with megatron.building("areal", lambda: replace(read(call.instance), wrote=wrote)):
         call.proceed()
 
 

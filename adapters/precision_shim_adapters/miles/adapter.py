@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from precision_shim.adapting import Call, collect, seam, versioned
+from precision_shim.precision.effect import Written
 
 from .. import megatron
 from ..agreement import sglang_flags
@@ -32,12 +33,19 @@ NEED_MASTERS = (
 )
 """Flags of miles with which miles reads Megatron's own fp32 masters."""
 
+_ON_DISK = "stream_optimizer_state_moment_dtype"
+"""Flag of miles: the moments' dtype on the disk to which miles streams the optimizer's state."""
+
 
 def read(args: Any, role: str) -> megatron.RequestedConfig:
     """Read one role's flags into ``RequestedConfig``."""
     written = [name for name in NEED_MASTERS if getattr(args, name, False)]
     blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
     requested = megatron.requested_by_flags(args, f"{versioned('miles')}, flags", role, blockers)
+    moments = getattr(args, _ON_DISK, "fp32")
+    if moments != "fp32" and not getattr(args, NEED_MASTERS[1], False):
+        flag = Written(_ON_DISK, moments, needs=NEED_MASTERS[1])
+        requested = replace(requested, wrote=(flag,))
     if getattr(args, "debug_disable_optimizer", False):  # no flag of the optimizer has an effect
         requested = replace(requested, asked={}, optimizer="adam")
     return requested

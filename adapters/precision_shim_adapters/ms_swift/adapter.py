@@ -15,6 +15,7 @@ import torch
 
 from precision_shim.adapting import Call, collect, seam, versioned
 from precision_shim.precision.dtypes import coerce_dtype
+from precision_shim.precision.effect import Written
 
 from .. import megatron
 from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING
@@ -41,6 +42,7 @@ def read(args: Any) -> megatron.RequestedConfig:
     asked = {name: value for name, value in asked.items() if value != defaults[name]}
     if args.fp8_format is not None:
         asked["fp8_recipe"] = args.fp8_recipe
+    lora = args.lora_dtype if args.tuner_type == "lora" else None
     # ms-swift turns accumulate_allreduce_grads_in_fp32 on for a bf16 model with fp32 main grads.
     forced = args.bf16 and coerced(args.main_grads_dtype) is torch.float32
     return megatron.RequestedConfig(
@@ -53,6 +55,7 @@ def read(args: Any) -> megatron.RequestedConfig:
         if args.use_megatron_fsdp
         else (),
         distributed=args.use_distributed_optimizer,
+        wrote=() if lora is None else (Written("lora_dtype", lora, "params"),),
         bucket_in_fp32=True if args.accumulate_allreduce_grads_in_fp32 and not forced else None,
     )
 

@@ -49,6 +49,7 @@ def read(strategy: Any) -> megatron.RequestedConfig:
         # For a bf16 model ROLL overwrites the user's ``accumulate_allreduce_grads_in_fp32``.
         bucket_in_fp32=None if bucket is None or args.bf16 else bool(bucket),
         nan_check_written="check_for_nan_in_loss_and_grad" in written,
+        wrote=tuple(training.written(strategy)),
     )
 
 

@@ -8,7 +8,7 @@ from precision_shim.adapting import Call, seam
 from precision_shim.auditing.automatic import watch
 
 from .checkpoints import FSDP2
-from .training import STRATEGY
+from .training import STRATEGY, written
 
 
 @seam(
@@ -32,5 +32,6 @@ def audit(call: Call) -> Any:
         model=strategy.model,
         scaler=lambda: strategy.scaler,
         mend=f"leave {name}.strategy_args.strategy_config.param_dtype out",
+        wrote=written(strategy),
     )
     return result

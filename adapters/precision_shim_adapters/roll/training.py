@@ -18,6 +18,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import Call, seam
+from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 from precision_shim.scaling import ScalerSettings
 
 from ..torch_fp16 import FEATURE, ScaledTraining
@@ -75,6 +76,22 @@ def _loading_fp32(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(model_args=model_args, **given)
 
     return provide
+
+
+def written(strategy: Any) -> Iterator[Written]:
+    """Yield the dtype keys that ROLL's config has for a model; bf16 is ROLL's default."""
+    config, sharded = strategy.worker_config, hasattr(strategy, "param_dtype")
+    dtype, keys = getattr(config.model_args, "dtype", None), config.strategy_args.strategy_config
+    place = f"{config.name}.strategy_args.strategy_config"
+    if dtype not in (None, "bf16"):
+        # On FSDP2 ``param_dtype`` decides the dtype of computation.
+        sets, needs = "params", ""
+        if sharded and dtype != "fp32":
+            sets, needs = COMPUTES, f"{place}.param_dtype={dtype}"
+        yield Written(f"{config.name}.model_args.dtype", dtype, sets, needs)
+    for key, sets in (("param_dtype", COMPUTES), ("reduce_dtype", REDUCES)):
+        if sharded and keys.get(key) is not None:
+            yield Written(f"{place}.{key}", keys[key], sets)
 
 
 def training_of(strategy: Any) -> ScaledTraining | None:

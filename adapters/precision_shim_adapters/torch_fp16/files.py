@@ -42,9 +42,8 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
     def end(saved: Future[Any]) -> None:
         try:
             result = saved.result()
-            if training.scaler.is_enabled():
-                files = files_of_rank(path, written=True)
-                training.write(lambda: scaling.save_record(path, record, group, files))
+            files = files_of_rank(path, written=True)
+            training.write(lambda: scaling.save_record(path, record, group, files))
         except BaseException as error:  # ``ended`` raises the error
             ended.set_exception(error)
         else:

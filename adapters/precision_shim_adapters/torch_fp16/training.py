@@ -115,13 +115,14 @@ class ScaledTraining:
     ) -> ScaledTraining | None:
         """The ``ScaledTraining`` of an owner whose attribute contains the framework's loss scaler.
 
-        A scaler of the user, or one made before ``install()``, is only reported and saved.
+        A scaler of the user, or one made before ``install()``, is only reported and saved; a
+        disabled one counts as none.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
         if kept is not None and kept.scaler is scaler:
             return kept
-        if not isinstance(scaler, GradScaler):
+        if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
             return None
         return cls(framework, subject, scaler, drives=False)
 
@@ -263,8 +264,6 @@ class ScaledTraining:
 
         ``skipped_steps`` counts from the job's first step, across resumes.
         """
-        if not self.scaler.is_enabled():
-            return {}
         if not isinstance(self.scaler, LossScaler):
             return {f"{prefix}loss_scale": float(self.scaler.get_scale())}
         return {
@@ -279,8 +278,7 @@ class ScaledTraining:
         written, only strict mode raises an error, since the framework's checkpoint is complete. For
         ``files`` see ``scaling.save``.
         """
-        if self.scaler.is_enabled():
-            self.write(lambda: scaling.save(directory, self.scaler, files=files))
+        self.write(lambda: scaling.save(directory, self.scaler, files=files))
 
     def write(self, write: Callable[[], object]) -> None:
         """Call a function that writes the scaler's file, and treat its error as ``save`` does."""
@@ -301,8 +299,6 @@ class ScaledTraining:
             ScalerCheckpointError: on every rank, if the file is damaged or (strict) of another
                 save.
         """
-        if not self.scaler.is_enabled():
-            return
         where = os.path.join(os.fspath(directory), FILE_NAME)
         try:
             lines = scaling.load(directory, self.scaler, files=files)
@@ -311,14 +307,12 @@ class ScaledTraining:
             return
         self._tell_restored(where, lines)
 
-    def record(self, files: Files | None = None) -> dict[str, Any] | None:
-        """The scaler's state for a framework's own file; ``None`` if the scaler is off.
+    def record(self, files: Files | None = None) -> dict[str, Any]:
+        """The scaler's state for a framework's own file.
 
         When pickled, the record stores a fingerprint of each of ``files``, which this rank has
         written.
         """
-        if not self.scaler.is_enabled():
-            return None
         record = scaling.record_of(self.scaler)
         return record if files is None else scaling.BoundWhenPickled(record, files)
 
@@ -345,8 +339,6 @@ class ScaledTraining:
             ScalerCheckpointError: the record is damaged on a rank, or differs between ranks, or,
                 in strict mode, belongs to another save than the files.
         """
-        if not self.scaler.is_enabled():
-            return
         problem = another = ""
         try:
             if isinstance(record, torch.Tensor):

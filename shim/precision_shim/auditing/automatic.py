@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import InconsistentPrecisionError
+from ..precision.effect import Written
 from ..process.session import current_settings
 from ..reporting import journal as _journal
 from ..reporting.record import Decision
@@ -31,6 +32,7 @@ def watch(
     by_user: Callable[[Finding], bool] | None = None,
     told: Callable[[Finding], bool] | None = None,
     mend: str = "",
+    wrote: Iterable[Written] = (),
 ) -> None:
     """Audit an optimizer now and after its first step that makes states.
 
@@ -50,6 +52,7 @@ def watch(
         by_user: function that returns whether the user's own config caused a problem.
         told: function that returns whether the user has already been warned of a problem.
         mend: see ``rules.problems``.
+        wrote: the dtypes that the user wrote for the model in the framework's config.
 
     Raises:
         InconsistentPrecisionError: the audit found a problem in strict mode.
@@ -61,7 +64,7 @@ def watch(
         return
     watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model)
     watcher.scaler, watcher.by_user, watcher.told = scaler, by_user, told
-    watcher.mend = mend
+    watcher.mend, watcher.wrote = mend, tuple(wrote)
     latest.add(watcher)
     every = current_settings()["watch_updates"]
     if stepped is not None and every:

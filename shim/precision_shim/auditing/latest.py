@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..precision.effect import Written
     from .record import Audit
 
 
@@ -22,6 +23,7 @@ class Watched:
         owner: the torch optimizer, or the frozen model; if it is garbage-collected, so is the
             audit. ``None`` keeps the audit.
         model: the model's modules.
+        wrote: the dtypes that the user wrote for the model in the framework's config.
         audit: the latest audit.
         not_written: why the latest audit was not written to a file; empty if it was.
     """
@@ -30,6 +32,7 @@ class Watched:
     subject: str
     owner: weakref.ref[Any] | None
     model: list[weakref.ref[Any]]
+    wrote: tuple[Written, ...] = ()
     audit: Audit | None = None
     not_written: str = ""
 
@@ -62,6 +65,15 @@ def add(watched: Watched) -> None:
 def has(owner: Any) -> bool:
     """Whether an optimizer is audited already."""
     return any(each.owner is not None and each.owner() is owner for each in _watched)
+
+
+def written(owners: Iterable[Any]) -> tuple[Written, ...]:
+    """Return the dtypes that the user wrote for the model of one of these optimizers."""
+    for owner in owners:
+        for each in _watched:
+            if each.wrote and each.owner is not None and each.owner() is owner:
+                return each.wrote
+    return ()
 
 
 def name(stem: str) -> str:

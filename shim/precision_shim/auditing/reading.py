@@ -144,6 +144,7 @@ class Reading:
         keeps_small_updates: whether small updates of bf16 weights count: by stochastic rounding,
             Kahan's sum, or masters outside the states.
         steppers: the torch optimizers within; a step of the first counts as the optimizer's step.
+        mixed: the dtypes of FSDP's mixed precision, as ``COMPUTES`` and ``REDUCES``; may be empty.
         routers: maps the dtypes in which routers should and do compute to the names to choose from.
     """
 
@@ -172,6 +173,7 @@ class Reading:
     padding: dict[int, int] = field(default_factory=dict)
     keeps_small_updates: bool = False
     steppers: list[Any] = field(default_factory=list)
+    mixed: dict[str, torch.dtype] = field(default_factory=dict)
     routers: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property

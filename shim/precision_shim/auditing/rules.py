@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import AuditError, DtypeError
 from ..precision.dtypes import accepted_names, any_dtype, name_of
+from ..precision.effect import CODE, Written, without_effect
 from ..precision.moments import second_moment_can_decay
 from ..precision.updates import without_masters
 from . import meters
@@ -41,9 +42,15 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def problems(
-    reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str, mend: str = ""
+    reading: Reading,
+    part: AuditPart,
+    expected: Mapping[str, str],
+    where: str,
+    mend: str = "",
+    *,
+    wrote: Collection[Written] = (),
 ) -> Iterator[Finding]:
-    """Yield the contradictions between a part and the optimizer's config or ``expected``.
+    """Yield the contradictions between a part and a config or ``expected``.
 
     Args:
         reading: the optimizer.
@@ -51,22 +58,30 @@ def problems(
         expected: dtypes that the caller expects, by component; they override the config's dtypes.
         where: framework and version, for messages.
         mend: the config key, with its value, that keeps the parameters in fp32.
+        wrote: the dtypes that the user wrote in the framework's config.
     """
     tell = _teller(part.name, where)
+    held = {name: component.dtypes for name, component in part.components.items()}
+    held.update({name: (name_of(dtype),) for name, dtype in reading.mixed.items()})
+    told = set(expected)
+    for fault in without_effect(wrote, held):
+        told.add(fault.written.sets)
+        due, text = fault.written.dtype or "an effect", f"{fault.message}. {fault.remedy}"
+        yield tell(CODE, fault.written.sets or None, due, fault.found or NOTHING, text.rstrip("."))
     bare, most = _no_master(reading, mend)
     if bare and most:
         yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
     for component, dtype in expected.items():
-        held = part.components[component]
-        if held.state == "later" and not held.dtypes:
+        there = part.components[component]
+        if there.state == "later" and not there.dtypes:
             continue  # the dtypes are unknown before the first step
-        if held.dtypes != (dtype,) and (held.dtypes or reading.owned):
-            found = "+".join(held.dtypes) or NOTHING
+        if there.dtypes != (dtype,) and (there.dtypes or reading.owned):
+            found = "+".join(there.dtypes) or NOTHING
             yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")
     wanted = reading.wanted
     if wanted is not None:
         for code, whose, due, found, words in _contradictions(reading, wanted):
-            if whose not in expected:
+            if whose not in told:
                 yield tell(code, whose, due, found, wanted.remedy(code, due, **words))
     if part.scaler is not None or not _is_fp16(reading):
         return

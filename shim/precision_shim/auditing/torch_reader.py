@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..precision.effect import COMPUTES, REDUCES
 from .reading import SIXTEEN_BIT, DeclaredStates, Owned, Reading, gradients_of, tensors_of, unique
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
@@ -25,11 +26,11 @@ def read_torch(
     in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
     in_model |= {id(shard) for shard in shards_by_gathered(chunks).values()}
     flat = _flat_parameters(chunks)
-    readings = []
+    readings, mixed = [], mixed_dtypes(chunks)
     for optimizer in optimizers:
         params = unique(p for group in optimizer.param_groups for p in group["params"])
         rates = {id(p): _rate(group) for group in optimizer.param_groups for p in group["params"]}
-        reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler)
+        reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler, mixed=mixed)
         for p in params:
             # A tensor in the optimizer but not in the model is a master.
             is_master = bool(chunks) and id(p) not in in_model
@@ -228,10 +229,17 @@ def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Ten
 
 def mixed_dtype(chunks: Sequence[torch.nn.Module]) -> torch.dtype | None:
     """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without mixed precision."""
+    dtype = mixed_dtypes(chunks).get(COMPUTES)
+    return dtype if dtype in SIXTEEN_BIT else None
+
+
+def mixed_dtypes(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.dtype]:
+    """Map ``COMPUTES`` and ``REDUCES`` to the dtypes of FSDP's mixed precision; may be empty."""
+    found: list[dict[str, torch.dtype]] = []
     for module, state in _fsdp2_states(chunks):
         policy = getattr(state, "_mp_policy", None)
         for mixed in (policy, getattr(module, "mixed_precision", None)):
-            dtype = getattr(mixed, "param_dtype", None)
-            if dtype in SIXTEEN_BIT:
-                return dtype  # type: ignore[no-any-return]
-    return None
+            dtype, sums = (getattr(mixed, f"{name}_dtype", None) for name in ("param", "reduce"))
+            if isinstance(dtype, torch.dtype):
+                found.append({COMPUTES: dtype, REDUCES: sums or dtype})
+    return next((one for one in found if one[COMPUTES] in SIXTEEN_BIT), found[0] if found else {})

@@ -9,6 +9,7 @@ import pytest
 import precision_shim
 
 from ...every_framework.shim_warnings import ours
+from ...every_framework.without_effect import Case, cases, hold
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,12 @@ def test_what_the_config_wrote_warns_once_and_raises_nowhere(
         assert sum(code in one for one in said) == 1, said
     assert len(said) == len(codes)
     assert not precision_shim.status().decisions
+
+
+@cases("nemo-rl", "megatron")
+def test_keys_without_effect(worker: Any, shim: Any, case: Case) -> None:
+    def build() -> Any:
+        with worker("bfloat16", **case.written) as one:
+            return one
+
+    hold(case, build)

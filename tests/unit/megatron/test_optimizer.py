@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from precision_shim.errors import SettingsError
+from precision_shim.precision.effect import without_effect
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.precision.moments import second_moment_can_decay
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport
@@ -251,16 +252,16 @@ def test_states_that_the_user_asked_for_are_not_taken_the_native_optimizer_away(
 def test_moments_that_an_offloaded_optimizer_ignores_are_told():
     """Megatron's HybridDeviceOptimizer ignores the moments' dtypes, but uses the bucket."""
     asked = {PAO: True, "optimizer_cpu_offload": True, "main_grads_dtype": BF16}
-    quiet = plan_for(asked=asked)
-    assert quiet.chosen.endswith("main grads bf16, exp_avg fp32, exp_avg_sq fp32")
-    assert quiet.warnings == ()
     for spelled in (BF16, "bfloat16"):
-        told = plan_for(asked={**asked, "exp_avg_dtype": spelled})
-        assert told.chosen == quiet.chosen
+        asked = {**asked, "exp_avg_dtype": spelled}
+        told = plan_for(asked=asked)
+        assert told.chosen.endswith("main grads bf16, exp_avg fp32, exp_avg_sq fp32")
         assert told.main_grads is BF16
-        (warning,) = told.warnings
-        assert "optimizer_cpu_offload=True" in warning
-        assert "exp_avg_dtype=bf16" in warning
+        written = RequestedConfig(asked=asked).written("optim.{}")
+        held = {"exp_avg": ["fp32"], "grad_buckets": ["bf16"]}
+        (fault,) = without_effect(written, held)
+        assert str(fault.written) == f"optim.exp_avg_dtype={spelled}"
+        assert fault.remedy.startswith("Write optimizer_cpu_offload=False, or leave")
 
 
 @pytest.mark.parametrize("spelled", [FP32, "fp32", "torch.float32"])

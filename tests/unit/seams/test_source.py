@@ -42,6 +42,11 @@ class Other:
     size: int
 
 
+@dataclass
+class Heir(Other, Unknown):
+    more: int = 0
+
+
 class NoData:
     size: int
 
@@ -87,6 +92,7 @@ def rich(write_modules):
         ("Config.__post_init__", ("self",)),
         ("Config.__init__", ("exp_avg_dtype", "count")),
         ("Other.__init__", ("size",)),
+        ("Heir.__init__", ("size", "more")),
         ("Config.Inner.deep", ("self", "x")),
         ("Config", ()),
         ("chosen", ("new",)),

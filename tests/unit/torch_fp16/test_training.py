@@ -367,8 +367,9 @@ def test_the_frameworks_own_attribute_decides():
     assert found().scaler is worker.scaler
     assert not found().drives
     assert found().metrics() == {"loss_scale": 8.0}
-    worker.scaler = None
-    assert found() is None
+    for none in (None, GradScaler("cpu", enabled=False)):
+        worker.scaler = none
+        assert found() is None
 
 
 def test_where_the_frameworks_loop_drives_the_shim_does_not():

@@ -28,7 +28,7 @@ def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str)
     shimmed = here.in_force(framework, FEATURE, group)
     told = "states are read in the dtypes that they were saved in"
     if part.scaler.state == "none":
-        told += "; it has no loss scaler's record, which only a job in fp16 needs"
+        told += "; it has no loss scaler's record, needed in fp16: see --config precision=fp16"
     return predict_scaler(framework, part, here, shimmed) or Outcome("exact", told)
 
 

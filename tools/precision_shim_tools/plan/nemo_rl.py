@@ -328,5 +328,6 @@ def _on_dtensor(
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
+        wrote=tuple(dtensor.written(section, key)),
         keys=keys,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError
+from precision_shim.precision.effect import CODE, COMPUTES, REDUCES, Written, without_effect
 from precision_shim.reporting.problem import Problem
 
 from .record import JobPlan, ModelPlan
@@ -43,6 +45,10 @@ class Plannable(Protocol):
     @property
     def subject(self) -> str:
         """Name of the model, such as ``"actor"``."""
+
+    @property
+    def wrote(self) -> Sequence[Written]:
+        """The dtypes that the user wrote for the model."""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
@@ -92,6 +98,18 @@ class Request:
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
 
 
+def _without_effect(plannable: Plannable, model: ModelPlan, where: str) -> Iterator[Problem]:
+    """Yield the dtypes that the user wrote and that the planned model does not have."""
+    held: dict[str, Sequence[str]] = {COMPUTES: (model.computes,), REDUCES: (model.reduces,)}
+    for part in (part for stage in model.after for part in stage.parts):
+        for name, component in part.components.items():
+            held[name] = (*held.get(name, ()), *component.dtypes)
+    held = {name: dtypes for name, dtypes in held.items() if any(dtypes)}
+    for fault in without_effect(plannable.wrote, held):
+        message = f"{where}: {fault.message}"
+        yield Problem(CODE, model.subject, fault.written.key, message, fault.remedy)
+
+
 def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     """Plan all models of a job."""
     problems = list(request.problems)
@@ -101,11 +119,16 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
         problems += faults
         if model is not None:
             models.append(model)
+            where = f"{request.framework} {request.version or ''}".strip()
+            problems += _without_effect(plannable, model, where)
+    # The rollout's check and the model's reader refuse the same value of the same key.
+    problems = list({(one.key, one.message): one for one in problems}.values())
     notes = [*request.notes, NOT_COUNTED]
     if request.megatron and rules.transformer_engine is None:
         notes.insert(
             -1,
-            "TransformerEngine is not installed here: the newest known rules hold; "
+            "TransformerEngine is not installed here, and a job in this environment could not use "
+            "the precision-aware optimizer. The plan is for an environment that has a new one; "
             "--transformer-engine names another version",
         )
     if job.off:
@@ -113,6 +136,13 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             0,
             f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides "
             f"show what {job.framework} does alone. Unset it to see what the shim would do",
+        )
+    isolated = "uv" in job.launcher and "--isolated" in job.launcher
+    if isolated and not any(re.search("precision[-_]shim", word) for word in job.launcher):
+        notes.insert(
+            0,
+            "uv run --isolated: the environment that it makes has no precision_shim, unless the "
+            "project depends on it: add --with /path/to/precision_shim",
         )
     if job.unset:
         notes.insert(

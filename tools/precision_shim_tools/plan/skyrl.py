@@ -25,7 +25,7 @@ from precision_shim_adapters.megatron import DISPATCH
 from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
 from precision_shim_adapters.skyrl.rollout import dtypes, lm_head
-from precision_shim_adapters.skyrl.training import fsdp, megatron
+from precision_shim_adapters.skyrl.training import dtype_keys, fsdp, megatron
 from precision_shim_adapters.torch_fp16 import FEATURE
 
 from .command import Job, find_imported
@@ -133,7 +133,7 @@ def load(job: Job) -> tuple[Any, list[str]]:
         note_command_line(config, words)
     except Exception as error:  # omegaconf and SkyRL raise various errors
         raise PlanError(
-            f"{_where()}, {job.target}: {said(error)}. Correct the command line."
+            f"{_where()}, {job.target}: {said(error).rstrip('.')}. Correct the command line."
         ) from error
     return config, unread
 
@@ -239,13 +239,15 @@ def _flags(job: Job, trainer: Any, role: str) -> tuple[list[Problem], list[str]]
     checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
     obeyed = job.in_force(DISPATCH, "megatron")
     provider = megatron.predicted_provider(trainer, role, checkpoint, obeyed=obeyed)
-    if provider.fp16 and provider.bf16:
-        key = f"{place}.fp16" if "fp16" in written else f"{place}.bf16"
+    if provider.fp16 and (provider.bf16 or trainer.bf16):
+        key = f"{place}.fp16" if "fp16" in written or not provider.bf16 else f"{place}.bf16"
         fault = (
-            f"fp16={provider.fp16} and bf16={provider.bf16}: Megatron takes one of them, and the "
-            "other one comes from the checkpoint or trainer.bf16"
+            f"fp16={provider.fp16} and bf16={provider.bf16} beside trainer.bf16={trainer.bf16}: "
+            "Megatron takes one of fp16 and bf16, and the other one comes from the checkpoint or "
+            "trainer.bf16, which wins"
         )
-        remedy = f"Leave it out, or write {place}.fp16 and {place}.bf16."
+        other = "" if "bf16" in written else f" and {place}.bf16=false"
+        remedy = f"Leave {key} out, or write trainer.bf16=false{other}."
         return [Problem("flags", role, key, fault, remedy)], []
     if written.get("fp16") and "bf16" not in written and not checkpoint:
         note = (
@@ -261,7 +263,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     config, key = section.fsdp_config, f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    mixed = fsdp.mixed_dtypes(config, f"{key}.fsdp_config")
+    mixed = dtype_keys.mixed_dtypes(config, f"{key}.fsdp_config")
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
     scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
@@ -279,6 +281,10 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
+        wrote=(
+            *dtype_keys.written(config, f"{key}.fsdp_config"),
+            *dtype_keys.not_read_by_fsdp(trainer, role),
+        ),
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "context": f"{key}.sequence_parallel_size",

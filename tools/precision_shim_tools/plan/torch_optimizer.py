@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precision_shim.errors import PlanError
+from precision_shim.precision.effect import Written
 from precision_shim.precision.updates import without_masters
 from precision_shim.reporting.problem import Problem
 from precision_shim.scaling import ScalerSettings
@@ -56,8 +57,10 @@ class ShardedModel:
         value_head: whether the output layer is a value head with one output.
         keys: maps names of these attributes to config keys, for messages; ``dtype`` to the key with
             the value fp32.
+        wrote: the dtypes that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
+        ends: why the job ends without the shim; empty if it does not.
     """
 
     subject: str
@@ -78,8 +81,10 @@ class ShardedModel:
     value_head: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decided, ...] = ()
+    wrote: Sequence[Written] = ()
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    ends: str = ""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``.
@@ -126,6 +131,7 @@ class ShardedModel:
             self.compute,
             self.reduce if name else "",
             self._warnings(),
+            ends=self.ends,
         )
         return planned, []
 

@@ -20,7 +20,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.agreement.report import FEATURE, JobEngines
 from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
-from precision_shim_adapters.torchtitan.config import any_name, coerce_training
+from precision_shim_adapters.torchtitan.config import any_name, coerce_training, written
 from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
 from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
@@ -42,6 +42,7 @@ _KEYS = {
     "optimizer": "optimizer",
     "dtype": "training.dtype=float32",
 }
+_DTYPE_KEY = re.compile(r"--(trainer\.)?training\.(mixed[-_]precision[-_]|dtype)")
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 
@@ -79,7 +80,9 @@ def plan_job(job: Job) -> Request:
             lr=_least_lr(trainer.optimizer),
             decisions=scaling(job, compute, group, BECAUSE),
             offload=bool(training.enable_cpu_offload),
+            wrote=written(training, prefix),
             keys={name: prefix + key for name, key in _KEYS.items()},
+            ends=_ends(job),
         )
         models.append(asked)
     return Request(
@@ -96,15 +99,28 @@ def _where() -> str:
     return f"torchtitan {version_of('torchtitan', ('torchtitan',))}"
 
 
-def load(job: Job) -> Any:
+def _ends(job: Job) -> str:
+    """Why torchtitan itself refuses the arguments that the shim makes it take; empty if not."""
+    if job.in_force(COERCION, NAMES) and any(map(_DTYPE_KEY.match, job.arguments)):
+        try:
+            load(job, own=True)
+        except PlanError as error:
+            said = re.search(r"invalid choice .*?\)", str(error))
+            return f"torchtitan's command line says: {said.group() if said else error}"
+    return ""
+
+
+def load(job: Job, *, own: bool = False) -> Any:
     """Load a job's config with torchtitan's own config manager.
+
+    ``own``: accept only torchtitan's own dtype names.
 
     Raises:
         PlanError: torchtitan cannot load the config.
     """
     said = io.StringIO()
     # Accept every spelling of a dtype, as names.parse_args does in the job.
-    spellings = any_name if job.in_force(COERCION, NAMES) else nullcontext
+    spellings = any_name if job.in_force(COERCION, NAMES) and not own else nullcontext
     try:
         from torchtitan.config import ConfigManager
 

@@ -228,21 +228,21 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     set later, they stay as they were, and the audit reports the difference.
     """
 
-    def get(name: str, default: Any) -> Any:
-        value = read_dtype(field(name))  # names stay if dtype-coercion is not in force
-        return default if value is None else value
+    def dtype(name: str) -> Any:
+        value = read_dtype(field(f"{name}_dtype"))  # names stay if dtype-coercion is not in force
+        return fp32 if value is None else value
 
     fp32 = torch.float32
-    params = get("params_dtype", fp32)
-    if get("fp16", False) or get("bf16", False):
-        params = torch.float16 if get("fp16", False) else torch.bfloat16
-    aware = get("use_precision_aware_optimizer", False)
+    params = dtype("params")
+    if field("fp16") or field("bf16"):
+        params = torch.float16 if field("fp16") else torch.bfloat16
+    aware = field("use_precision_aware_optimizer")
     main, main_grads, exp_avg, exp_avg_sq = (
-        get(f"{name}_dtype", fp32) if aware else fp32
+        dtype(name) if aware else fp32
         for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
     )
     remainders = aware and main is fp32 and adam_keeps_masters(field, main)
-    remainders = remainders and get("store_param_remainders", True)
+    remainders = remainders and field("store_param_remainders") is not False
     return Wanted(
         "OptimizerConfig",
         params=params,

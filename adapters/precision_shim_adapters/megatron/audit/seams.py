@@ -55,6 +55,7 @@ def look_at(call: Call) -> Any:
         inner=getattr(optimizer, "optimizer", None),
         model=chunks,
         by_user=_by_user(requested, chunks),
+        wrote=() if requested is None else requested.written(),
         told=lambda problem: problem.code in find_noted_codes(config),
     )
     return result

@@ -285,17 +285,24 @@ def _restrict(
     return row
 
 
+def stuck(asked: Mapping[str, Any]) -> str:
+    """Why a bf16 exp_avg_sq cannot decay with the user's ``adam_beta2``; empty if it can."""
+    beta2 = float(asked.get("adam_beta2", MEGATRON_BETA2))
+    if second_moment_can_decay(beta2):
+        return ""
+    return (
+        f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
+        f"{1 - beta2:.2g} is not above 2^-8"
+    )
+
+
 def _guard_second_moment(
     row: dict[str, Any], requested: RequestedConfig, why: list[str], warnings: list[str]
 ) -> None:
     """Keep exp_avg_sq in fp32, or warn, if a bf16 exp_avg_sq cannot decay with ``beta2``."""
-    beta2 = float(requested.asked.get("adam_beta2", MEGATRON_BETA2))
-    if second_moment_can_decay(beta2):
+    reason = stuck(requested.asked)
+    if not reason:
         return
-    reason = (
-        f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
-        f"{1 - beta2:.2g} is not above 2^-8"
-    )
     if requested.auto == "guarded":
         row["exp_avg_sq_dtype"] = FP32
         why.append(f"exp_avg_sq stays fp32: {reason}")
@@ -349,13 +356,8 @@ def _conclude(plan: OptimizerPlan, why: list[str], warnings: list[str]) -> Optim
         label = key.removesuffix("_dtype").replace("main_grads", "main grads")
         if label == "main grads" and isinstance(value, torch.dtype):
             main_grads = value
-        if value is not FP32 and key in _MOMENTS and result.get("optimizer_cpu_offload"):
-            warnings.append(
-                "optimizer_cpu_offload=True brings Megatron's HybridDeviceOptimizer, which keeps "
-                f"{label} in fp32 and does not look at {key}={_name(value)}. Leave {key} out, or "
-                "optimizer_cpu_offload."
-            )
-            value = FP32
+        if key in _MOMENTS and result.get("optimizer_cpu_offload"):
+            value = FP32  # Megatron's HybridDeviceOptimizer does not look at the fields
         states.append(f"{label} {_name(value)}")
     kind = "precision-aware optimizer" if precision_aware else "optimizer not precision-aware"
     bucket_warning = ""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Settings
+from precision_shim.precision.effect import Written
 
 from .legality import FusedAdamSupport
 
@@ -37,6 +38,15 @@ MOSTLY: dict[str, Any] = {"group": GROUP, "optional": True}
 ON_SCALING = {"feature": SCALING, **MOSTLY}
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
+_OFFLOAD = "optimizer_cpu_offload"
+SETS: Mapping[str, str] = {
+    "params_dtype": "params",
+    "main_params_dtype": "master",
+    "main_grads_dtype": "grad_buckets",
+    "exp_avg_dtype": "exp_avg",
+    "exp_avg_sq_dtype": "exp_avg_sq",
+}
+"""Maps a dtype field of Megatron's OptimizerConfig to the component of the audit that it sets."""
 OVERLAP = "overlap_param_gather_with_optimizer_step"
 
 
@@ -63,6 +73,7 @@ class RequestedConfig:
         nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
         scaler: loss scaler settings from the framework's config, with the shim's names as keys.
         scaler_where: the config's key of the loss scaler settings, for messages.
+        wrote: further dtype keys that the user wrote: the framework's own.
         unchecked: fields that ``optimizer.check`` skips: the framework's files fix their values.
         trains: whether the model has an optimizer.
     """
@@ -82,6 +93,7 @@ class RequestedConfig:
     nan_check_written: bool = False
     scaler: Mapping[str, Any] = field(default_factory=dict)
     scaler_where: str = ""
+    wrote: tuple[Written, ...] = ()
     unchecked: tuple[str, ...] = ()
     trains: bool = True
 
@@ -90,6 +102,24 @@ class RequestedConfig:
         """Whether the user's config makes the optimizer precision-aware, without the shim."""
         beneath = self.opt_in.get(PRECISION_AWARE) if self.reads_opt_in else False
         return bool(self.asked.get(PRECISION_AWARE, beneath))
+
+    def written(self, key: str = "", bucket: str = "grad_reduce_in_fp32") -> tuple[Written, ...]:
+        """The dtypes that the user wrote for a trained model.
+
+        ``key`` is the config's key of an OptimizerConfig field, with ``{}`` for the field, and
+        ``bucket`` that of the bucket's dtype.
+        """
+        key = key or f"{self.where.rpartition(', ')[2]}.{{}}"
+        offload = f"{_OFFLOAD}=False" if self.asked.get(_OFFLOAD) else ""
+        needs = {name: offload for name in SETS if name.startswith("exp_avg")}
+        if self.bucket_in_fp32 is not None:
+            needs["main_grads_dtype"] = f"{bucket}={not self.bucket_in_fp32}"
+        own = (
+            Written(key.format(name), self.asked[name], component, needs.get(name, ""))
+            for name, component in SETS.items()
+            if name in self.asked and name not in self.unchecked
+        )
+        return (*own, *self.wrote) if self.trains else ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +136,7 @@ class InForce:
         support: the FusedAdam that Megatron would use.
     """
 
-    states: str = "auto"
+    states: str
     coerces: bool = True
     dispatches: bool = True
     aligns: bool = True

@@ -14,7 +14,7 @@ from precision_shim.precision.dtypes import name_of
 from ...common.ray_actors import put_in_front
 from ...torch_fp16 import ScaledTraining
 from ..rollout import asked_of, rollout_dtype
-from ..training.dtensor import DTYPES, FRAMEWORK, TRAIN, add_figures
+from ..training.dtensor import DTYPES, FRAMEWORK, TRAIN, add_figures, written
 from ..training.workers import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
 
 FEATURE = "audit"
@@ -35,6 +35,7 @@ def see(worker: Any) -> None:
             model=worker.model,
             scaler=lambda: getattr(ScaledTraining.of(worker), "scaler", None),
             mend=f"{subject}.hf_config_overrides.dtype=float32",
+            wrote=written(worker.cfg, subject),
         )
         _tell_audit(worker)
 

@@ -16,6 +16,7 @@ import torch
 
 from precision_shim.adapting import Call, around, in_force, parse_settings, seam, versioned, warn
 from precision_shim.errors import SeamError
+from precision_shim.precision.effect import COMPUTES, Written
 
 from ...common.ray_actors import class_beneath, put_in_front
 from ...torch_fp16 import FEATURE, SETTINGS, ScaledTraining
@@ -145,6 +146,23 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
         if optimizer_path and weights_path:
             training.restore(optimizer_path, files_of_rank(optimizer_path))
         training.keep(instance)
+
+
+def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> Iterator[Written]:
+    """Yield a model's dtype keys besides Megatron's; ``name`` is the model's key.
+
+    ``sharded``: whether a DTensor worker trains the model, and not Megatron.
+    """
+    if sharded:
+        yield Written(f"{name}.precision", config["precision"], COMPUTES)
+    loaded = (config.get("hf_config_overrides") or {}).get("dtype")
+    if loaded is not None:
+        needs = "" if sharded else f"{name}.precision={loaded}"
+        yield Written(f"{name}.hf_config_overrides.dtype", loaded, "params", needs)
+    adapters = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
+    if sharded and adapters.get("enabled"):
+        kind = adapters.get("lora_dtype")
+        yield Written(f"{name}.dtensor_cfg.lora_cfg.lora_dtype", kind, "params")
 
 
 def group_of(name: str, *, second: bool) -> str:

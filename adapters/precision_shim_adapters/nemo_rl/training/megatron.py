@@ -20,7 +20,7 @@ from ... import megatron
 from ...common.ray_actors import put_in_front
 from ...megatron import BUILDING, SCALING, RequestedConfig, building
 from ..audit.optimizers import report_lost_updates
-from .dtensor import BLOCK, FRAMEWORK, TRAIN, add_figures
+from .dtensor import BLOCK, FRAMEWORK, TRAIN, add_figures, written
 from .workers import EXPORTED, INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE
 
 _ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
@@ -51,6 +51,7 @@ def read_requested(
         bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
         scaler=config.get(BLOCK) or {},
         scaler_where=f"{where}.{BLOCK}",
+        wrote=tuple(written(config, role, sharded=False)),
         unchecked=("params_dtype",),  # NeMo-RL's YAMLs set params_dtype; Megatron ignores it
         trains=trains,
     )

@@ -11,6 +11,7 @@ from precision_shim.auditing.weight_audit import is_wanted, tell_asked
 
 from ...torch_fp16 import ScaledTraining
 from ..rollout.dtypes import asked_of, way_of_weights
+from ..training.dtype_keys import written
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
 
@@ -43,6 +44,7 @@ def train_model(call: Call) -> Any:
             model=model,
             scaler=lambda: getattr(ScaledTraining.of(strategy), "scaler", None),
             mend="bf16=False of SkyRL's model",
+            wrote=written(strategy.fsdp_config),
         )
     return model, optimizer, scheduler
 

@@ -18,7 +18,7 @@ from ...agreement.weight_sync import Wire
 from ...megatron import DISPATCH, GROUP
 from ...torch_fp16 import FEATURE as FSDP_SCALING
 from ..config import INFERENCE, MODEL_DTYPE, named
-from ..training import fsdp, megatron
+from ..training import dtype_keys, fsdp, megatron
 
 KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 
@@ -105,7 +105,7 @@ def megatron_dtype(
 def _on_fsdp(trainer: Any, role: str, in_force: IsInForce) -> Engine:
     config = getattr(trainer, role).fsdp_config
     section = f"trainer.{role}.fsdp_config"
-    asked = name_of(fsdp.mixed_dtypes(config, section)["param_dtype"])
+    asked = name_of(dtype_keys.mixed_dtypes(config, section)["param_dtype"])
     in_fp16 = asked == "fp16" and in_force(FSDP_SCALING, fsdp.GROUP)
     key = f"{section}.{_MIXED}.param_dtype"
     written = getattr(getattr(config, _MIXED, None), "param_dtype", None)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, decide, seam, versioned
+from precision_shim.adapting import Call, decide, seam
 from precision_shim.scaling import Files
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
-from ...torch_fp16.names import own_dtype
+from .dtype_keys import mixed_dtypes
 from .overflow import add_figures
 
 GROUP = "fsdp"
@@ -42,28 +42,6 @@ _FP16: dict[str, Any] = {
 def scaled_because(subject: str) -> str:
     """The reported reason for scaling a model's loss; ``subject`` is the model's config section."""
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
-
-
-MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-"""The keys of ``mixed_precision`` that SkyRL reads, and SkyRL's default dtypes for them."""
-
-
-def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """Map the keys of ``mixed_precision`` to the dtypes that SkyRL passes to FSDP.
-
-    ``section`` is the key of ``fsdp_config``, for error messages.
-
-    Raises:
-        DtypeError: a dtype name is unknown to SkyRL; SkyRL's own error would not name the key.
-    """
-    mixed = getattr(config, "mixed_precision", None)
-    if mixed is None:
-        return dict(MIXED)
-    where = versioned("skyrl")
-    return {
-        key: own_dtype(getattr(mixed, key), f"{section}.mixed_precision.{key}", where)
-        for key in MIXED
-    }
 
 
 def _is_fp16(strategy: Any) -> bool:

@@ -18,6 +18,7 @@ from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, S
 from ...megatron.installed import fused_adam_support
 from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
 from ..config import KWARGS, written_bucket, written_kwargs
+from .dtype_keys import not_read_by_megatron
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
 _BUILDER = "megatron.bridge.models.model_provider:get_model"
@@ -113,6 +114,7 @@ def of_config(
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=written_bucket(ddp_config),
+        wrote=tuple(not_read_by_megatron(trainer, role)),
         # Only a mapping, not SkyRL's dataclass, can have the key ``check_for_nan_in_grad``.
         nan_check_written=isinstance(ddp_config, Mapping) and "check_for_nan_in_grad" in ddp_config,
     )

@@ -13,6 +13,7 @@ from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ...torch_fp16 import ScaledTraining
+from ..config import written
 from ..rollout.dtypes import KEY
 from ..training.endpoints import remake
 from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, TRAINER
@@ -32,7 +33,7 @@ def _see(trainer: Any, subject: str) -> None:
     optimizers = list(trainer.optimizers)
     if not optimizers:
         return
-
+    prefix = "trainer." if subject == "policy" else ""
     watch(
         FRAMEWORK,
         subject,
@@ -41,7 +42,8 @@ def _see(trainer: Any, subject: str) -> None:
         inner=optimizers[-1],
         model=trainer.model_parts,
         scaler=lambda: getattr(ScaledTraining.of(trainer), "scaler", None),
-        mend=f"{'trainer.' if subject == 'policy' else ''}training.dtype=float32",
+        mend=f"{prefix}training.dtype=float32",
+        wrote=written(trainer.config.training, prefix),
     )
 
 

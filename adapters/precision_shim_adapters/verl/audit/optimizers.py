@@ -56,7 +56,8 @@ def audit(call: Call) -> Any:
         optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
     config = getattr(owner, "engine_config", None)
     strategy = fsdp.read_key(config, "strategy")
-    mend = in_fp32(strategy, "veomni" if strategy == "veomni" else "fsdp_config")
+    section = "veomni" if strategy == "veomni" else "fsdp_config"
+    mend = in_fp32(strategy, section)
     if parse_dtype(str(fsdp.read_key(config, "model_dtype"))) is torch.float32:
         mend = "ep_size=1"  # see ``automodel.tell_rounded_weights``
     watch(
@@ -67,6 +68,12 @@ def audit(call: Call) -> Any:
         model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
         scaler=lambda: getattr(owner, "scaler", None),
         mend=mend,
+        wrote=fsdp.written(
+            fsdp.config_of(owner),
+            strategy or "fsdp",
+            section,
+            reads_dtype=hasattr(owner, "actor_optimizer"),
+        ),
     )
     return result
 

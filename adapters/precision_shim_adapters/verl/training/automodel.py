@@ -14,7 +14,7 @@ from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored
+from .engines import AUTOMODEL, is_fp16, on, scale, tell_unscaled
 from .fsdp import read_key, training_of
 
 BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
@@ -75,7 +75,7 @@ def check(call: Call, engine_config: Any) -> Any:
             why = "it follows mp_param_dtype; verl's default, bf16, fails in the autocast"
             decide("verl", "Automodel engine", FEATURE, "mp_output_dtype=fp16", why)
     else:
-        tell_ignored(engine_config, "mp_param_dtype")
+        tell_unscaled(engine_config, parse_dtype(str(engine_config.mp_param_dtype)))
     return call.proceed()
 
 

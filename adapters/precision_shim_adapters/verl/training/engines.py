@@ -27,7 +27,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from .fsdp import fp16_keys, make
+from .fsdp import find_unscaled, fp16_keys, make
 
 _IMPL = "verl.workers.engine"
 VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
@@ -115,14 +115,10 @@ def scale(engine: Any, because: str) -> None:
         make(engine, None, because, drives=True)
 
 
-def tell_ignored(config: Any, key: str) -> None:
-    """Warn if a config has float16, but not in ``key``, which makes the engine train in float16."""
-    if any(fp16_keys(config)) and not config.forward_only:
-        warn(
-            f"{versioned('verl')}: a dtype of its {config.strategy} engine's config is float16, "
-            f"but {key} is not: it trains in another dtype, and the loss is not scaled. Set "
-            f"{key}=float16 to train in float16."
-        )
+def tell_unscaled(config: Any, computes: torch.dtype | None) -> None:
+    """Warn if a trained model's parameters or reductions are in float16, and its layers are not."""
+    for message in () if config.forward_only else find_unscaled(config, config.strategy, computes):
+        warn(message)
 
 
 def inside(optimizer: Any) -> tuple[Any, ...]:
@@ -151,7 +147,7 @@ def build_turbo(call: Call) -> Any:
         if not engine.engine_config.forward_only:
             make(engine, None, TURBO_BECAUSE)
     else:
-        tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
+        tell_unscaled(engine.engine_config, policy_of(module))
     return module
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from precision_shim.adapting import Call, Symbol, look, meant, seam, versioned, warn
+from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 from precision_shim.precision.scaler_record import ScalerSettings
 
 from ... import torch_fp16
@@ -148,7 +150,7 @@ def _scale(owner: Any, config: Any, where: str) -> None:
     elif computed(config) is torch.float16:
         make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
         _tell_autocast(where, "verl 0.8 and later compute in float16")
-    for message in find_ignored(config, computed(config)):
+    for message in find_unscaled(config, read_key(config, "strategy") or "fsdp", computed(config)):
         warn(message)
 
 
@@ -199,6 +201,13 @@ def training_of(owner: Any) -> torch_fp16.ScaledTraining | None:
     return torch_fp16.ScaledTraining.of_attribute(owner, _SCALER, "verl", subject_of(owner))
 
 
+def config_of(owner: Any) -> Any:
+    """The config of an engine, or the ``fsdp_config`` of a legacy actor or critic."""
+    own = getattr(owner, "config", None)
+    legacy = read_key(own, "fsdp_config") or read_key(read_key(own, "model"), "fsdp_config")
+    return getattr(owner, "engine_config", legacy)
+
+
 def keep_at_optimizer(worker: Any) -> None:
     """Store a worker's ``ScaledTraining`` on the optimizer, which the checkpoint manager has."""
     training = training_of(worker)
@@ -225,6 +234,24 @@ def fp16_keys(config: Any, place: str = "") -> Iterator[str]:
 
 MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 """The keys of ``mixed_precision`` that verl reads, and verl's defaults."""
+
+COMPUTE_KEYS = {
+    "fsdp": "mixed_precision.param_dtype",
+    "fsdp2": "mixed_precision.param_dtype",
+    "fsdp_turbo": "turbo_config.distributed.fsdp_plan.param_dtype",
+    "automodel": "mp_param_dtype",
+}
+"""Maps an engine to the key from which it takes the dtype of its computation; other engines have
+no key, or ``dtype``."""
+
+_DEFAULTS = {
+    "dtype": ("bfloat16", COMPUTES),
+    "model_dtype": ("fp32", "params"),
+    "mp_param_dtype": ("bf16", COMPUTES),
+    "mp_reduce_dtype": ("fp32", REDUCES),
+}
+"""Maps a dtype key of an engine's section to verl's default and to what the key sets."""
+_SETS = {"param_dtype": COMPUTES, "reduce_dtype": REDUCES}
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
@@ -297,21 +324,42 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
     return computed(config, own, section) if own is torch.float32 else own
 
 
-def find_ignored(config: Any, computes: torch.dtype) -> Iterator[str]:
-    """Yield warnings about dtype keys that FSDP ignores; the engine trains in ``computes``."""
-    for key in read_key(config, "mixed_precision") or ():
-        if key not in MIXED:
-            near = meant(str(key), MIXED)
-            yield (
-                f"{versioned('verl')}: mixed_precision.{key} is a key that verl never reads; "
-                f"allowed: {', '.join(MIXED)}{'; ' if near else '.'}{near}"
-            )
-    asked = list(fp16_keys(config))
-    if asked and computes is not torch.float16:
+def written(
+    config: Any, strategy: str, section: str = "fsdp_config", *, reads_dtype: bool = False
+) -> Iterator[Written]:
+    """Yield the dtype keys of the config of an engine that is not Megatron's.
+
+    ``section`` is the config's key in the job's config. A value of ``_DEFAULTS`` may be verl's
+    default, and does not count as written. ``reads_dtype``: of 0.7.1's legacy workers, whose
+    autocast has the dtype ``dtype``, except for the critic.
+    """
+    for key, (default, sets) in _DEFAULTS.items():
+        value = read_key(config, key)
+        if value not in (None, default) and not (reads_dtype and key == "dtype"):
+            needs = COMPUTE_KEYS.get(strategy, "") if key == "dtype" else ""
+            yield Written(f"{section}.{key}", value, sets, needs and f"{section}.{needs}={value}")
+    mixed, place = read_key(config, "mixed_precision"), f"{section}.mixed_precision"
+    for key in mixed if hasattr(mixed, "get") else ():
+        value, near = mixed.get(key), get_close_matches(str(key), MIXED, n=1)
+        in_fp32 = parse_dtype(str(value)) is torch.float32
+        # FSDP2 has no dtype of buffers, and leaves them in fp32.
+        if key != "buffer_dtype" or (strategy != "fsdp" and not in_fp32):
+            needs = f"{place}.{near[0]}={value}" if near and key not in MIXED else ""
+            yield Written(f"{place}.{key}", value, _SETS.get(key, ""), needs)
+
+
+def find_unscaled(config: Any, strategy: str, computes: torch.dtype | None) -> Iterator[str]:
+    """Yield a warning about float16 in parameters or reductions if the loss is not scaled."""
+    asked = [
+        one.key.partition(".")[2]
+        for one in written(config, strategy)
+        if one.dtype == "fp16" and one.sets in ("params", REDUCES)
+    ]
+    if asked and computes is not None and computes is not torch.float16:
         yield (
-            f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes "
-            f"its dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss "
-            "is not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
+            f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: the layers "
+            f"compute in {name_of(computes)}, and the loss is not scaled. Set "
+            f"{COMPUTE_KEYS[strategy]}=fp16 to train in float16."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from precision_shim.adapting import (
     versioned,
 )
 from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
+from precision_shim.precision.effect import Written
 
 from ... import megatron
 from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS, ROWS
+from ...megatron.policy.requested import SETS
 from .fsdp import read_key
 
 _KEY = "override_optimizer_config"
@@ -84,10 +86,28 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     return found
 
 
+def _written(optim_config: Any, place: str) -> Iterator[Written]:
+    """Yield verl's own fields for the states' dtypes that differ from verl's default, fp32."""
+    aware = bool(read_key(optim_config, megatron.PRECISION_AWARE))
+    for key in PRECISION_AWARE_FIELDS[1:]:
+        value = read_key(optim_config, key)
+        if value is not None and parse_dtype(str(value)) is not torch.float32:
+            # verl reads the fields for bf16 models only
+            needs = f"{_KEY}.{key}={value}" if aware else f"{megatron.PRECISION_AWARE}=true"
+            yield Written(f"{place}.{key}", value, SETS[key], f"{place}.{needs}")
+
+
 def read_requested(
-    optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
+    optim_config: Any,
+    ddp_config: Mapping[str, Any] | None = None,
+    *,
+    place: str = "optim",
+    **known: Any,
 ) -> megatron.RequestedConfig:
-    """Read a model's settings from verl's configs; ``known`` are further fields of the result."""
+    """Read a model's settings from verl's configs; ``known`` are further fields of the result.
+
+    ``place`` is the config's key of ``optim_config``.
+    """
     written, fields = ddp_config or {}, has_fields()
     overrides = read_key(optim_config, _KEY) or {}
     return megatron.RequestedConfig(
@@ -103,6 +123,7 @@ def read_requested(
             bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
         ),
         nan_check_written="check_for_nan_in_grad" in written,
+        wrote=tuple(_written(optim_config, place)),
         **known,
     )
 

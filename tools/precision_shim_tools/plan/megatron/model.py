@@ -14,7 +14,8 @@ import torch
 
 from precision_shim.adapting import look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
-from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.dtypes import name_of, read_dtype
+from precision_shim.precision.effect import Written
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters import megatron
@@ -97,6 +98,11 @@ class MegatronModel:
         """The optimizer fields that the user wrote; none if the model has no optimizer."""
         return self.requested.asked if self.requested.trains else {}
 
+    @property
+    def wrote(self) -> Sequence[Written]:
+        """See ``Plannable``."""
+        return self.requested.written(self.key, self.bucket_key)
+
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""
         ddp = name in (_BUCKET, legality.GATHER)
@@ -154,6 +160,8 @@ class MegatronModel:
                 key = self.key.removesuffix(".{}")
                 return None, [*problems, Problem.of(error, self.subject, key, "number")]
             problems += problems_of(self, with_shim, job)
+            if not any(problem.code == "flags" for problem in problems):
+                problems += _of_another_model(self, with_shim)
             unpatched = problems_of(self, without, replace(job, off="0"))
             ends = next((problem.message for problem in unpatched), "")
         planned = ModelPlan(
@@ -166,6 +174,7 @@ class MegatronModel:
             (*self.notes, *_notes(self, with_shim)),
             self.model.source,
             name_of(self.dtype),
+            warnings=tuple(_stuck(self, with_shim)),
             ends=ends,
         )
         return planned, problems
@@ -452,7 +461,8 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
     if side is not None:
         yield from side.plan.warnings
         yield from filter(None, (side.plan.bucket_warning, side.bucket.problem))
-        yield from _of_another_model(asked, side)
+        if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
+            yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
     if asked.written and not fields_of(CONFIG):
         yield (
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
@@ -473,21 +483,22 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
         )
 
 
-def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[str]:
-    """Yield notes if the user wrote an OptimizerConfig for parameters of another dtype."""
-    fields, model = side.plan.asked, name_of(asked.dtype)
-    flags = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    flagged = next((dtype for flag, dtype in flags.items() if fields.get(flag)), asked.dtype)
-    if flagged is not asked.dtype:
-        yield (
-            f"expected {name_of(flagged)}, found {model}: the OptimizerConfig is for another "
-            "model: set its bf16, fp16 and params_dtype to what the model is"
-        )
-    written = fields.get("params_dtype", asked.dtype)
-    if "params_dtype" not in asked.requested.unchecked and written is not asked.dtype:
-        yield (
-            f"the OptimizerConfig is for {written and name_of(written)} parameters, the trainable "
-            f"parameters are {model}"
-        )
-    if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
-        yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
+def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[Problem]:
+    """Yield a problem if the user wrote the flag of another dtype than the model's."""
+    fields, flags = side.plan.asked, {"fp16": torch.float16, "bf16": torch.bfloat16}
+    flag = next((flag for flag in flags if fields.get(flag)), "")
+    if flag and flags[flag] is not asked.dtype:
+        fault = f"{flag}=True, and the trainable parameters are {name_of(asked.dtype)}"
+        remedy = f"Leave {asked.key_of(flag)} out."
+        yield Problem("flags", asked.subject, asked.key_of(flag), fault, remedy)
+
+
+def _stuck(asked: MegatronModel, side: Side | None) -> Iterator[str]:
+    """Yield a warning about a bf16 exp_avg_sq that the user wrote and that cannot decay."""
+    name = "exp_avg_sq_dtype"
+    if side is None or name not in {**asked.requested.opt_in, **side.plan.asked}:
+        return
+    why = optimizer_plan.stuck(side.plan.asked)
+    aware = side.fields.get(megatron.PRECISION_AWARE)
+    if why and aware and read_dtype(side.fields.get(name)) is torch.bfloat16:
+        yield f"{why}. Write {asked.key_of(BETA2)}=0.99 or lower, or {asked.key_of(name)}=fp32"

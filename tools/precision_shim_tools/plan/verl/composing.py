@@ -26,6 +26,11 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     asked = _read_options(job)
     path, name = _read_decorator(job.source)
     path, name = asked.config_path or path, asked.config_name or name
+    if job.source is None:
+        raise PlanError(
+            f"{versioned('verl')}, {job.target}: there is no such module or script here. Correct "
+            "its name, or plan in the environment and the directory of the job."
+        )
     if not path.startswith("pkg://"):
         beside = job.source.parent.resolve() if job.source is not None else Path.cwd()
         path = os.path.normpath(beside / path)

@@ -6,6 +6,7 @@ Plan and worker read optimizer settings with ``megatron.of_configs``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.megatron.policy.legality import GATHERS
+from precision_shim_adapters.megatron.policy.requested import SETS
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
 from precision_shim_adapters.verl.rollout.lm_head import read_heads
 from precision_shim_adapters.verl.training import engines, fsdp, megatron
@@ -172,6 +174,7 @@ def _on_megatron(
         subject=section.subject,
         declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
         trains=section.trains,
+        place=section.optim_key,
     )
     return MegatronModel(
         requested,
@@ -224,8 +227,8 @@ def _sharded(
         )
         name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
         module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."
-        if section.strategy in ("fsdp", "fsdp2"):
-            notes += fsdp.find_ignored(engine, read.compute)
+        if section.strategy in fsdp.COMPUTE_KEYS:
+            notes += fsdp.find_unscaled(engine, section.strategy, read.compute)
         notes += [read.note] if read.note else []
     if scaled and read.stored is torch.float16:
         sections.check_moments(section, name)
@@ -236,6 +239,9 @@ def _sharded(
     keys.update(world=gpus[1], optimizer=f"{section.optim_key}.optimizer")
     keys["dtype"] = engines.in_fp32(section.strategy, section.engine_key)
     overrides = f"{section.optim_key}.override_optimizer_config"
+    if trains and module == "torch.optim." and section.strategy in ("fsdp", "fsdp2"):
+        illegal = (*illegal, *_not_taken(subject, name, inner(section.optim, overrides), overrides))
+    legacy = section.group == fsdp.LEGACY and subject != "critic"
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
     return ShardedModel(
@@ -253,6 +259,19 @@ def _sharded(
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=subject == "critic",
         keys=keys,
+        wrote=tuple(fsdp.written(engine, section.strategy, section.engine_key, reads_dtype=legacy)),
         illegal=illegal,
         notes=tuple(notes),
     )
+
+
+def _not_taken(
+    subject: str, name: str, options: Mapping[str, Any], place: str
+) -> Iterator[Problem]:
+    """Yield a problem for each option that torch's optimizer does not take."""
+    taken = inspect.signature(getattr(torch.optim, name, torch.optim.AdamW)).parameters
+    for key in options:
+        if key not in taken:
+            remedy = "Leave it out, or train on Megatron." if key in SETS else "Leave it out."
+            fault = f"verl passes it to torch's {name}, which has no such argument"
+            yield Problem("key", subject, f"{place}.{key}", fault, remedy)

@@ -1,0 +1,92 @@
+"""Find the dtypes that a user wrote in a framework's config, and that have no effect.
+
+Adapters say which keys the user wrote (``Written``). The plan and the audit, which is also the
+worker's check, say what is in force; ``without_effect`` compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from .dtypes import any_dtype, name_of
+
+CODE = "no-effect"
+"""Code of the problem in a plan and in an audit."""
+
+COMPUTES, REDUCES = "computes", "reduces"
+"""What a key may set besides a component of the audit: the dtype in which layers compute, and the
+dtype in which FSDP reduces gradients."""
+
+_FOUND = {
+    "params": "the parameters are {}",
+    "grad_buckets": "the gradient buckets are {}",
+    "master": "the masters are {}",
+    COMPUTES: "the layers compute in {}",
+    REDUCES: "FSDP reduces the gradients in {}",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A dtype key that the user wrote; a framework's default is not written.
+
+    Attributes:
+        key: the key in the config.
+        value: its value.
+        sets: what gets the dtype: a component of the audit, ``COMPUTES`` or ``REDUCES``; empty if
+            nothing reads the key.
+        needs: what to write so that the dtype takes effect; empty if nothing does it.
+    """
+
+    key: str
+    value: object
+    sets: str = ""
+    needs: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+    @property
+    def dtype(self) -> str:
+        """Canonical name of the dtype; empty if the value names none."""
+        known = any_dtype(str(self.value))
+        return name_of(known) if known is not None else ""
+
+
+@dataclass(frozen=True)
+class Ineffective:
+    """A key without effect; ``found`` is the dtype that is in force instead."""
+
+    written: Written
+    found: str
+    message: str
+    remedy: str
+
+
+def without_effect(
+    written: Collection[Written], held: Mapping[str, Collection[str]]
+) -> Iterator[Ineffective]:
+    """Yield the keys whose dtype is not in force.
+
+    ``held`` maps what a key may set to the names of the dtypes in force; what it lacks is unknown
+    or does not exist, and its keys are not judged.
+    """
+    # A key for the parameters may be meant for those beneath LoRA adapters.
+    held = {**held, "params": (*held.get("params", ()), *held.get("frozen", ()))}
+    for one in written:
+        found = ["fp32" if name == "int16" else name for name in held.get(one.sets, ())]
+        if one.sets and (not one.dtype or not found or one.dtype in found):
+            continue
+        found_names = "+".join(dict.fromkeys(found))
+        message = _FOUND.get(one.sets, f"{one.sets} is {{}}").format(found_names)
+        if not one.sets:
+            message = "nothing reads this key"
+        winners = [other for other in written if other.sets == one.sets and other.dtype in found]
+        if one.sets and winners:
+            message += f", as {' and '.join(map(str, winners))} says"
+            remedy = f"Leave {one.key} or {' or '.join(other.key for other in winners)} out."
+        else:
+            remedy = f"Write {one.needs}, or leave" if one.needs else "Leave"
+            remedy = f"{remedy} {one.key} out."
+        yield Ineffective(one, found_names, f"{one} has no effect: {message}", remedy)
