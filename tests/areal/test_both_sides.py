@@ -169,12 +169,13 @@ def test_off_nothing_is_said(shim: Any, job: Callable[..., Any]) -> None:
     assert (arguments(config), told, decided()) == ("bfloat16", [], [])
 
 
-def test_a_job_without_a_rollout(shim: Any, tmp_path: Path) -> None:
-    from areal.api.cli_args import SFTConfig, parse_cli_args, to_structured_cfg
+@pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig"])
+def test_a_job_without_a_rollout(shim: Any, tmp_path: Path, kind: str) -> None:
+    from areal.api import cli_args
 
     shim(frameworks="areal", strict=True)
     (tmp_path / "job.yaml").write_text(YAML)
     words = ["--config", str(tmp_path / "job.yaml"), "~rollout", "~sglang", "~vllm"]
-    written, _ = parse_cli_args([*words, "actor.dtype=float16"])
-    to_structured_cfg(written, config_cls=SFTConfig)
+    written, _ = cli_args.parse_cli_args([*words, "actor.dtype=float16"])
+    cli_args.to_structured_cfg(written, config_cls=getattr(cli_args, kind))
     assert decided() == []

@@ -34,6 +34,7 @@ SHOWN = {
     "fsdp_turbo": "FSDPTurboEngine",
 }
 """The first part of the engines' class names."""
+needs_turbo = pytest.mark.skipif("fsdp_turbo" not in ENGINES, reason="0.9.1 adds FSDP Turbo")
 needs_titan = pytest.mark.skipif(
     "torchtitan" not in ENGINES, reason="no torchtitan is released that this verl's engine takes"
 )
@@ -181,6 +182,9 @@ def built(launch: Ranks) -> Any:
         "reference": ["veomni", {"forward_only": True}],
         "fine": ["automodel", {"mp_output_dtype": "fp32"}],
     }
+    if "fsdp_turbo" in ENGINES:
+        other = {"dtype": "bfloat16", "mixed_precision": {"param_dtype": "fp16"}}
+        asked["turbo's other key"] = ["fsdp_turbo", other]
     (found,) = launch("built", world=1, asked=list(asked.values()))
     return dict(zip(asked, found, strict=True))
 
@@ -201,10 +205,17 @@ def test_refused_before_the_optimizer_is_built(built: Any, case: str, key: str) 
     assert built[case]["optimizers"] == 0
 
 
-def test_float16_in_another_key_is_said(built: Any) -> None:
-    assert built["other key"]["scaler"] == "NoneType"
-    (said,) = built["other key"]["said"]
-    assert "mp_param_dtype is not" in said
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("other key", "mp_param_dtype"),
+        pytest.param("turbo's other key", "fsdp_plan.param_dtype", marks=needs_turbo),
+    ],
+)
+def test_float16_in_another_key_is_said(built: Any, case: str, key: str) -> None:
+    assert built[case]["scaler"] == "NoneType"
+    (said,) = built[case]["said"]
+    assert f"{key} is not" in said
 
 
 def test_a_reference_model_computes_in_fp16_and_has_no_scaler(built: Any) -> None:
