@@ -16,6 +16,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.skyrl.config import written_kwargs
+from precision_shim_adapters.skyrl.training.megatron import of_worker
 
 from .conftest import SKYRL
 from .support import build, megatron_worker, train_config
@@ -227,6 +228,19 @@ def test_follow_model_gives_way_to_the_store_of_adapters(
     worker = make(BF16, f"{KWARGS}.adam_beta2=0.95", f"{PRECISION_AWARE}=true")
     assert worker.optimizer.config.use_precision_aware_optimizer
     assert states(worker)["exp_avg"] is BF16
+
+
+@pytest.mark.skipif(Version("0.3") > SKYRL, reason="0.2 clips no head by itself")
+def test_follow_model_gives_way_to_a_prediction_head(
+    cpu: None, checkpoints: dict[str, Path]
+) -> None:
+    """SkyRL clips the head by its fp32 masters. The tiny checkpoint has no head's weights."""
+    heads = "trainer.policy.megatron_config.mtp_num_layers=1"
+    worker = megatron_worker(checkpoints["bfloat16"], heads)
+    path, config = str(checkpoints["bfloat16"]), worker.cfg.policy.megatron_config
+    worker.init_configs(path, config, {}, config.transformer_config_kwargs, enable_mtp=True)
+    (blocker,) = of_worker(worker, config.ddp_config).blockers
+    assert "a head for multi-token prediction" in blocker
 
 
 @pytest.mark.skipif(Version("0.3") > SKYRL, reason="SkyRL 0.2 keeps adam_betas from Megatron")

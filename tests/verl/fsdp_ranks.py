@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
+from precision_shim.precision.scaler_record import FILE_NAME
 
 from ..every_framework.checkpoint_doctor import FP16, verdict
 from ..every_framework.shim_warnings import ours
@@ -285,10 +286,12 @@ def contents(job: Job) -> dict[str, Any]:
 
     fs.copy = hdfs_io.copy = get
     tempfile.tempdir = str(job.folder)  # verl puts local copies into tempdir
-    far = support.engine(job.model)
+    far, files = support.engine(job.model), sorted(job.folder.rglob(FILE_NAME))
     with ours() as said:
         far.load_checkpoint("hdfs://far", del_local_after_load=True)
-    found["remote"] = [support.engine_state(one), support.engine_state(far), said]
+    dist.barrier()  # rank 0 has removed its copy
+    left = [str(path) for path in job.folder.rglob(FILE_NAME) if path not in files]
+    found["remote"] = [support.engine_state(one), support.engine_state(far), said, left]
 
     reference = support.engine(job.model, forward_only=True, offload_policy=False)
     found["reference"] = type(getattr(reference, "scaler", None)).__name__

@@ -99,6 +99,21 @@ def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None
         del optimizer  # status() would have forgotten the audit
 
 
+def test_the_models_dtype_counts_and_not_verls_flags(fused_adam: str, shim: Any) -> None:
+    """verl's branch for fp16 also sets fields that are wrong for a bf16 model."""
+    shim(settings=FOLLOW)
+
+    from verl.utils.megatron.optimizer import init_megatron_optim_config
+
+    from precision_shim_adapters.megatron import building
+    from precision_shim_adapters.verl.training.megatron import read_requested
+
+    with building("verl", lambda: read_requested(config(), declared=FP16)):
+        model(BF16)
+        made, right = (init_megatron_optim_config(config(), **flags(one)) for one in (FP16, BF16))
+    assert made == right
+
+
 class TestTrainableParameters:
     """Of LoRA's parameters, only the trained ones determine the bucket's dtype."""
 
