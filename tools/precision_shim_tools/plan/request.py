@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError
-from precision_shim.precision.effect import CODE, COMPUTES, REDUCES, Written, without_effect
 from precision_shim.reporting.problem import Problem
 
 from .record import JobPlan, ModelPlan
 
 if TYPE_CHECKING:
+    from precision_shim.precision.effect import Written
+
     from .command import Job
 
 
@@ -100,6 +101,9 @@ NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are
 
 def _without_effect(plannable: Plannable, model: ModelPlan, where: str) -> Iterator[Problem]:
     """Yield the dtypes that the user wrote and that the planned model does not have."""
+    # It imports torch, and --help must not wait for that.
+    from precision_shim.precision.effect import CODE, COMPUTES, REDUCES, without_effect
+
     held: dict[str, Sequence[str]] = {COMPUTES: (model.computes,), REDUCES: (model.reduces,)}
     for part in (part for stage in model.after for part in stage.parts):
         for name, component in part.components.items():
