@@ -263,7 +263,7 @@ def test_opt_in_by_names(make: Any, shim: Any) -> None:
 
 def test_callers_kwargs_win(make: Any, shim: Any) -> None:
     shim()
-    with pytest.warns(PrecisionShimWarning, match="OptimizerConfig is for fp32 parameters"):
+    with pytest.warns(PrecisionShimWarning, match="params_dtype=fp32 has no effect"):
         worker = make(BF16, f"{KWARGS}.params_dtype=fp32", f"{KWARGS}.lr=0.5")
     assert worker.optimizer.config.params_dtype is FP32
     assert worker.optimizer.config.lr == 0.5

@@ -282,8 +282,9 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
                 f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
                 f"{', '.join(sorted(map(name_of, buckets)))}"
             )
-    unchecked = build.requested.unchecked if build is not None else ()
-    if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
+    requested = () if build is None else (*build.requested.unchecked, *build.requested.asked)
+    # The audit says of a ``params_dtype`` that the user wrote that it has no effect.
+    if live.single is not None and live.single is not params and "params_dtype" not in requested:
         _note_told(config, "params-dtype")
         problems.append(
             f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
