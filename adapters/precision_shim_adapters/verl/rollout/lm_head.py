@@ -58,8 +58,7 @@ def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
     lora = model.get("lora") or {}
     if not (model.get("lora_rank") or lora.get("rank")) or lora.get("merge"):
         return False
-    targets = model.get("target_modules") or "all-linear"
-    return targets == "all-linear" or fp32_head.names_head(targets, lora.get("target_modules"))
+    return (model.get("target_modules") or "all-linear") == "all-linear"
 
 
 def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
