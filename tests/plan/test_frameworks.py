@@ -619,6 +619,19 @@ def test_a_dtype_that_has_no_effect_is_illegal(
     assert other in found[0]["message"] + found[0]["remedy"]
 
 
+@needs("verl")
+def test_one_mistake_is_one_problem_of_verls_megatron_engine(model: Path) -> None:
+    line = (*GRPO_ON_MEGATRON, f"actor_rollout_ref.model.path={model}")
+    key = f"{ACTOR}.megatron.override_transformer_config.fp16"
+    code, plan = planned("--", *line, f"+{key}=true")
+    (problem,) = plan["problems"]
+    assert (code, problem["code"], problem["key"]) == (1, "flags", key)
+    assert f"{ACTOR}.megatron.dtype=float16" in problem["remedy"]
+    key = f"{OPTIM}.override_optimizer_config.exp_avg_dtype"
+    code, plan = planned("--", *line, f"+{key}=bf16")
+    assert (code, [one["key"] for one in plan["problems"]]) == (1, [key])
+
+
 REWARDED = """
 env: {{reward_model: {{resources: {{gpus_per_node: 2, num_nodes: 3}}}}}}
 {data}

@@ -501,4 +501,5 @@ def _stuck(asked: MegatronModel, side: Side | None) -> Iterator[str]:
     why = optimizer_plan.stuck(side.plan.asked)
     aware = side.fields.get(megatron.PRECISION_AWARE)
     if why and aware and read_dtype(side.fields.get(name)) is torch.bfloat16:
-        yield f"{why}. Write {asked.key_of(BETA2)}=0.99 or lower, or {asked.key_of(name)}=fp32"
+        line = asked._line(BETA2, 0.95)
+        yield f"{why}. Write {line}, or fp32 where the command has {name}=bf16"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -176,21 +177,32 @@ def _on_megatron(
         trains=section.trains,
         place=section.optim_key,
     )
+    dtype = requested.declared or torch.bfloat16
     return MegatronModel(
         requested,
         model,
         read_sizes(*gpus, section.engine_key, engine, "override_transformer_config"),
-        requested.declared or torch.bfloat16,
+        dtype,
         bucket_in_fp32=_bucket(section, requested),
         value_head=section.subject == "critic",
         key=f"{fields}.{{}}",
         bucket_key=f"{buckets}.grad_reduce_in_fp32",
         bucket_keys=tuple(map(str, ddp)),
         prefix="++",  # Hydra's prefix that adds or overrides a key
-        illegal=illegal,
+        illegal=(*illegal, *_flags(section, layers, dtype)),
         quantized=quantized_in(layers),
         gathers=any(ddp.get(name) for name in GATHERS),
     )
+
+
+def _flags(section: Section, layers: Mapping[str, Any], dtype: torch.dtype) -> Iterator[Problem]:
+    """Yield a problem if the model's config gets the flag of another dtype than the engine's."""
+    for flag, other in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        if layers.get(flag) and dtype is not other:
+            key, owner = f"override_transformer_config.{flag}", f"{section.engine_key}.dtype"
+            fault = f"{flag}={layers[flag]} beside {owner}={name_of(dtype)}: Megatron takes one"
+            remedy = f"Leave it out, or write {owner}={str(other).removeprefix('torch.')}."
+            yield Problem("flags", section.subject, f"{section.engine_key}.{key}", fault, remedy)
 
 
 def _bucket(section: Section, requested: RequestedConfig) -> bool:
@@ -259,7 +271,12 @@ def _sharded(
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=subject == "critic",
         keys=keys,
-        wrote=tuple(fsdp.written(engine, section.strategy, section.engine_key, reads_dtype=legacy)),
+        wrote=tuple(
+            replace(one, needs=one.needs and f"++{one.needs}")  # Hydra's prefix, as on Megatron
+            for one in fsdp.written(
+                engine, section.strategy, section.engine_key, reads_dtype=legacy
+            )
+        ),
         illegal=illegal,
         notes=tuple(notes),
     )
