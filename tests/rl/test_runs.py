@@ -147,8 +147,8 @@ def test_the_audit_has_the_sent_weights_and_finds_no_contradiction(
 
 def test_the_lm_head_in_fp32_in_trainer_and_engine(ran: Callable[..., Ran], tmp_path: Path) -> None:
     """The driver writes both keys; the worker says what its LM head computes in."""
-    audited = {"PRECISION_SHIM_AUDIT_DIR": str(tmp_path)}
-    done = ran("bf16", "bf16", 2, **STRICT, **audited, PRECISION_SHIM_HEAD="fp32")
+    folder = {"PRECISION_SHIM_AUDIT_DIR": str(tmp_path)}
+    done = ran("bf16", "bf16", 2, **STRICT, **folder, PRECISION_SHIM_HEAD="fp32")
     assert "LM head: rollout-agreement: fp32 in trainer and rollout" in done.log
     ((_, sent),) = sent_weights.read(str(tmp_path))
     assert isinstance(sent, sent_weights.Sent)
