@@ -54,7 +54,7 @@ MEGATRON = (
     Key(f"{_OPTIMIZER}.adam_beta2", ("0.95",), ()),
     Key(f"{_BUCKET}.grad_reduce_in_fp32", _FLAG, ()),
 )
-NAMED = r"^KeyError: ('[\w.]*'|True|None)$|FusedAdam .* must be one of"
+NAMED = r"^KeyError: ('[\w.]*'|\d+|True|None)$|FusedAdam .* must be one of"
 """NeMo-RL looks names of dtypes up in dicts, and FusedAdam refuses names that are no dtypes."""
 
 

@@ -160,8 +160,6 @@ class MegatronModel:
                 key = self.key.removesuffix(".{}")
                 return None, [*problems, Problem.of(error, self.subject, key, "number")]
             problems += problems_of(self, with_shim, job)
-            if not any(problem.code == "flags" for problem in problems):
-                problems += _of_another_model(self, with_shim)
             unpatched = problems_of(self, without, replace(job, off="0"))
             ends = next((problem.message for problem in unpatched), "")
         planned = ModelPlan(
@@ -174,7 +172,7 @@ class MegatronModel:
             (*self.notes, *_notes(self, with_shim)),
             self.model.source,
             name_of(self.dtype),
-            warnings=tuple(_stuck(self, with_shim)),
+            warnings=(*_of_another_model(self, with_shim), *_stuck(self, with_shim)),
             ends=ends,
         )
         return planned, problems
@@ -483,14 +481,17 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
         )
 
 
-def _of_another_model(asked: MegatronModel, side: Side) -> Iterator[Problem]:
-    """Yield a problem if the user wrote the flag of another dtype than the model's."""
-    fields, flags = side.plan.asked, {"fp16": torch.float16, "bf16": torch.bfloat16}
+def _of_another_model(asked: MegatronModel, side: Side | None) -> Iterator[str]:
+    """Yield a warning if the user wrote the flag of another dtype than the model's."""
+    fields = {} if side is None else side.plan.asked
+    flags = {"fp16": torch.float16, "bf16": torch.bfloat16}
     flag = next((flag for flag in flags if fields.get(flag)), "")
     if flag and flags[flag] is not asked.dtype:
-        fault = f"{flag}=True, and the trainable parameters are {name_of(asked.dtype)}"
-        remedy = f"Leave {asked.key_of(flag)} out."
-        yield Problem("flags", asked.subject, asked.key_of(flag), fault, remedy)
+        yield (
+            f"expected {flag}, found {name_of(asked.dtype)}: the OptimizerConfig is for another "
+            "model: set its bf16, fp16 and params_dtype to what the model is. Leave "
+            f"{asked.key_of(flag)} out"
+        )
 
 
 def _stuck(asked: MegatronModel, side: Side | None) -> Iterator[str]:
