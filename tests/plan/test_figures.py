@@ -355,7 +355,10 @@ def largest(model: shapes.Model, sizes: Sizes) -> int:
     return max(one.dense + one.experts for one in count(model, sizes))
 
 
-def test_a_flag_of_another_dtype_than_the_models_is_told() -> None:
-    (told,) = planned(qwen3(asked={"fp16": True})).warnings
-    assert "expected fp16, found bf16" in told
-    assert told.endswith("fp16 out")
+@pytest.mark.parametrize(
+    ("flag", "value", "due"), [("fp16", True, "fp16"), ("bf16", False, "fp32")]
+)
+def test_a_flag_of_another_dtype_than_the_models_is_told(flag: str, value: bool, due: str) -> None:
+    (told,) = planned(qwen3(asked={flag: value})).warnings
+    assert f"expected {due}, found bf16" in told
+    assert told.endswith(f"{flag} out")

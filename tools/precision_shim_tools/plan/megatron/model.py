@@ -482,15 +482,18 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
 
 
 def _of_another_model(asked: MegatronModel, side: Side | None) -> Iterator[str]:
-    """Yield a warning if the user wrote the flag of another dtype than the model's."""
+    """Yield a warning if the flags that the user wrote are not those of the model's dtype."""
     fields = {} if side is None else side.plan.asked
     flags = {"fp16": torch.float16, "bf16": torch.bfloat16}
     flag = next((flag for flag in flags if fields.get(flag)), "")
-    if flag and flags[flag] is not asked.dtype:
+    own = next((flag for flag, dtype in flags.items() if dtype is asked.dtype), "")
+    found = name_of(asked.dtype)
+    expected = flag or ("fp32" if own in fields else found)
+    if expected != found:
         yield (
-            f"expected {flag}, found {name_of(asked.dtype)}: the OptimizerConfig is for another "
-            "model: set its bf16, fp16 and params_dtype to what the model is. Leave "
-            f"{asked.key_of(flag)} out"
+            f"expected {expected}, found {found}: the OptimizerConfig is for another model: set "
+            "its bf16, fp16 and params_dtype to what the model is. Leave "
+            f"{asked.key_of(flag or own)} out"
         )
 
 
