@@ -37,12 +37,14 @@ class Written:
         sets: what gets the dtype: a component of the audit, ``COMPUTES`` or ``REDUCES``; empty if
             nothing reads the key.
         needs: what to write so that the dtype takes effect; empty if nothing does it.
+        means: the dtype's name, if ``value`` is a flag.
     """
 
     key: str
     value: object
     sets: str = ""
     needs: str = ""
+    means: str = ""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}"
@@ -50,7 +52,7 @@ class Written:
     @property
     def dtype(self) -> str:
         """Canonical name of the dtype; empty if the value names none."""
-        known = any_dtype(str(self.value))
+        known = any_dtype(self.means or str(self.value))
         return name_of(known) if known is not None else ""
 
 

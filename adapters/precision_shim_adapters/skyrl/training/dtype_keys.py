@@ -63,6 +63,9 @@ def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
             needs = meant.get(dtype, "") if key == "param_dtype" else ""
             sets = "params" if key == "param_dtype" else ""
             yield replace(one, sets=sets, needs=needs)
+    # From SkyRL 0.4 on, trainer.bf16=true wins over the flag.
+    for key, value in _dtypes(trainer, role, "transformer_config_kwargs", ("fp16",)):
+        yield Written(key, value, "params", "trainer.bf16=false", means="fp16")
     for key, value in _dtypes(trainer, role, "transformer_config_kwargs", _OF_OPTIMIZER):
         needs = f"{model}.optimizer_config_kwargs.{key.rpartition('.')[2]}={value}"
         yield Written(key, value, needs=needs)
