@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 SEED = 22
-OLDEST, NEWEST = 12, 100
+OLDEST, NEWEST = 12, 60
 """The numbers of pairs that run on the oldest version and the newest, and further ones on the
 newest alone."""
 
