@@ -15,7 +15,6 @@ import hashlib
 import importlib
 from typing import Any
 
-from ..every_framework.shim_warnings import ours
 from ..processes import forks
 from ..processes.rank_server import Launch
 from . import cpu
@@ -40,6 +39,8 @@ def run(launch: Launch) -> Any:
 
     import precision_shim
     from precision_shim.errors import PrecisionShimError
+
+    from ..every_framework.shim_warnings import ours  # it imports the shim
 
     given = dict(launch.options)
     if given.get("on", True):
