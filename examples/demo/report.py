@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from packaging.version import Version
@@ -20,7 +20,6 @@ from precision_shim.process.settings import FEATURES
 
 __all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
 
-_BF16_ULP = 2.0**-7  # the last bit of a number just above a power of two, relative to the number
 _GUARD = 2.0**-8  # a bf16 exp_avg_sq can decay only if 1 - beta2 is larger than this
 
 _OPT_IN_SINCE = Version("0.9.0.dev0")
@@ -105,21 +104,21 @@ class Tolerance:
     Attributes:
         value: the tolerance, in nats.
         spread: largest minus smallest final loss of the runs without the shim, over the seeds.
-        rounding: the value of the last bit of the loss as a bf16 number, in nats.
+        batches: standard error of the mean loss of the last tenth of the steps, without the shim.
         seeds: number of seeds.
     """
 
     value: float
     spread: float
-    rounding: float
+    batches: float
     seeds: int
 
     @property
     def source(self) -> str:
         """The origin of the tolerance, as text."""
-        if self.spread >= self.rounding:
+        if self.spread >= self.batches:
             return f"what another seed changes without the shim: the spread of {self.seeds} seeds"
-        return "2^-7 of the loss: the last bit of the bf16 numbers that the model computes with"
+        return "what other batches change without the shim: the standard error of the last losses"
 
 
 def tolerance(without: Result) -> Tolerance:
@@ -127,11 +126,13 @@ def tolerance(without: Result) -> Tolerance:
 
     Trainings with bf16 states and with fp32 states are not bit-equal. The tolerance is the spread
     of the final losses over the seeds of initial weights and data order. The tolerance is at least
-    the last bit of the loss in bf16, because one seed or few steps have a smaller spread.
+    the standard error of the last losses, because one seed has no spread.
     """
     finals = [run["held_out"] for run in without["runs"]]
-    spread, rounding = max(finals) - min(finals), _BF16_ULP * fmean(finals)
-    return Tolerance(max(spread, rounding), spread, rounding, len(finals))
+    spread = max(finals) - min(finals)
+    last = [run["losses"][-max(len(run["losses"]) // 10, 2) :] for run in without["runs"]]
+    batches = max(pstdev(losses) / math.sqrt(len(losses)) for losses in last)
+    return Tolerance(max(spread, batches), spread, batches, len(finals))
 
 
 @dataclass(frozen=True)

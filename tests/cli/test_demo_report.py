@@ -49,7 +49,7 @@ def a_result(name: str, finals, rank, beta2=0.95, enabled=True):
         "runs": [
             {
                 "seed": seed,
-                "losses": [5.5, final],
+                "losses": [5.5, final, final],
                 "held_out": final,
                 "ranks": [copy.deepcopy(rank) for _ in range(2)],
                 "adam_beta2": beta2,
@@ -92,6 +92,13 @@ def test_one_rank_that_differs_is_enough():
     result = a_result("with", [2.01, 2.03, 2.04], BF16)
     result["runs"][0]["ranks"][1]["per_parameter"] = 12.0
     assert wrong(result) == {"with: bytes"}
+
+
+def test_one_seed_is_compared_with_what_its_batches_change():
+    without = a_result("without", [2.00], a_rank("float32", *["float32"] * 3))
+    without["runs"][0]["losses"] += [1.9, 2.1]  # a standard error of 0.1 / sqrt(2)
+    assert wrong(a_result("with", [2.05], BF16), without) == set()
+    assert wrong(a_result("with", [2.10], BF16), without) == {"final losses agree"}
 
 
 def test_losses_that_fall_apart_or_do_not_fall():
