@@ -47,9 +47,10 @@ def written(config: Any, section: str = "fsdp_config") -> Iterator[Written]:
 
 
 def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
-    """Yield the dtype keys of a model on Megatron that differ from the defaults and are not read.
+    """Yield the dtype keys of a model on Megatron that have no effect, or not on every version.
 
-    These are the keys of ``fsdp_config``, and fields of the optimizer in the model's kwargs.
+    These are the keys of ``fsdp_config`` that differ from the defaults, and in the model's kwargs
+    the fp16 flag and fields of the optimizer.
     """
     model, section = f"trainer.{role}.megatron_config", f"trainer.{role}.fsdp_config"
     in_fp16 = f"trainer.bf16=false and {model}.transformer_config_kwargs.fp16=true"
