@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import math
@@ -18,6 +19,7 @@ from packaging.version import Version
 from ..processes.rank_server import Ranks, rank_server
 from ..processes.ray_cluster import drive
 from .conftest import VERL
+from .fsdp_turbo import CALLED
 from .ray_verdict import trained_skipped_and_resumed
 
 pytestmark = pytest.mark.skipif(
@@ -48,6 +50,22 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("ranks")
     with rank_server("tests.verl.engine_ranks", folder, MODEL=str(model)) as ranks:
         yield ranks
+
+
+@pytest.mark.skipif("fsdp_turbo" not in ENGINES, reason="verl has FSDP Turbo from 0.9.1")
+def test_the_stand_in_has_the_names_that_verl_imports() -> None:
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    source = Path(verl, "workers", "engine", "fsdp", "fsdp_turbo_impl.py").read_text()
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    found = {
+        node.module: {name.name for name in node.names}
+        for node in imports
+        if node.module.partition(".")[0] == "fsdp_turbo"
+    }
+    called = {
+        module: {call.partition("(")[0] for call in calls} for module, calls in CALLED.items()
+    }
+    assert found == called
 
 
 # -- training ----------------------------------------------------------------------------------
