@@ -90,6 +90,12 @@ CASES = (
         (f"{_MIXED}.reduce_dtyp=bf16", f"Write fsdp_config.{_MIXED}.reduce_dtype=bf16"),
     ),
     Case(
+        "verl",
+        "fsdp",
+        {"wrap_policy": {"param_dtype": "fp16"}},
+        ("wrap_policy.param_dtype=fp16", f"Write fsdp_config.{_MIXED}.param_dtype=fp16"),
+    ),
+    Case(
         "skyrl",
         "fsdp",
         {f"fsdp_config.{_MIXED}.buffer_dtype": "bf16"},

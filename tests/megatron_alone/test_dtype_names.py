@@ -73,6 +73,12 @@ def test_every_dtype_field_takes_every_name(on: On, one_process: Any) -> None:
     assert {"params_dtype", "autocast_dtype", "moe_router_dtype", "exp_avg_dtype"} <= seen
 
 
+def test_the_source_has_the_fields_of_the_class() -> None:
+    transformer, *_ = makers()
+    fields = config_dtypes.dtype_fields(type(transformer()))
+    assert fields == config_dtypes.installed_fields()
+
+
 def test_the_router_takes_the_names_that_megatron_reads(on: On, one_process: Any) -> None:
     on()
     transformer, *_ = makers()

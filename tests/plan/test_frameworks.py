@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from precision_shim.errors import PlanError
 from precision_shim_adapters.megatron.installed import needs_gather
+from precision_shim_adapters.verl.training import fsdp
 
 from ..every_framework import in_force
 from ..processes.commands import command, python
@@ -538,7 +539,13 @@ def test_nemo_rl(model: Path) -> None:
 
 
 OPTIM = f"{ACTOR}.optim"
+OVERRIDES = "actor_rollout_ref.model.override_config"
 KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
+OVERRIDE = "critic.optim.override_optimizer_config"
+NEWER = {
+    *(f"model_engine={name}" for name in ("veomni", "torchtitan")),
+    "actor_rollout_ref.actor.strategy=fsdp_turbo",
+}
 GRPO = (*VERL, "algorithm.adv_estimator=grpo")
 GRPO_ON_MEGATRON = (*VERL[:3], "--config-name=ppo_megatron_trainer", *GRPO[3:])
 NATIVE = pytest.mark.skipif(
@@ -566,6 +573,15 @@ NATIVE = pytest.mark.skipif(
             GRPO, {f"++{ACTOR}.fsdp_config.dtype": "float16"}, marks=[needs("verl"), NATIVE]
         ),
         pytest.param(GRPO, {f"++{MIXED}.parm_dtype": "fp16"}, marks=needs("verl")),
+        *(
+            pytest.param(GRPO, {f"++{key}": value}, marks=needs("verl"))
+            for key, value in (
+                (f"{ACTOR}.fsdp_config.wrap_policy.param_dtype", "fp16"),
+                (f"{ACTOR}.fsdp_config.wrap_policy.inner.reduce_dtype", "bf16"),
+                (f"{OVERRIDES}.torch_dtype", "float16"),
+                (f"{OVERRIDES}.model_config.dtype", "bfloat16"),
+            )
+        ),
         pytest.param(
             (*SKYRL, "trainer.strategy=fsdp2"),
             {"trainer.policy.fsdp_config.mixed_precision.buffer_dtype": "bf16"},
@@ -618,6 +634,106 @@ def test_a_dtype_that_has_no_effect_is_illegal(
     )
     (other,) = others[-1:] or [key]
     assert other in found[0]["message"] + found[0]["remedy"]
+
+
+@needs("verl")
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=gae"),
+        ("--config-name=ppo_megatron_trainer", "algorithm.adv_estimator=gae"),
+        *((f"model_engine={name}",) for name in ("veomni", "torchtitan")),
+        ("actor_rollout_ref.actor.strategy=fsdp_turbo",),
+    ],
+    ids=str,
+)
+def test_verls_own_defaults_are_not_written(words: tuple[str, ...]) -> None:
+    if not set(words).isdisjoint(NEWER) and Version(version("verl")) < Version("0.9.1"):
+        pytest.skip("these engines are planned from newer versions on")
+    names = [word for word in words if word.startswith("--")]
+    line = [*VERL[:3], *names, *GRPO[3:], *(word for word in words if word not in names)]
+    code, plan = planned("--parameters", "1B", "--", *line)
+    assert (code, plan["problems"]) == (0, [])
+    assert not [note for note in plan["notes"] if "without effect" in note]
+
+
+@needs("verl")
+def test_an_engines_defaults_are_not_written() -> None:
+    """verl's YAML of each engine, also where another engine is chosen."""
+    from omegaconf import OmegaConf
+
+    (verl,) = importlib.util.find_spec("verl").submodule_search_locations
+    files = list(Path(verl, "trainer", "config", "engine").glob("*.yaml"))
+    assert {"fsdp", "megatron"} <= {file.stem for file in files}
+    for file in files:
+        for strategy in (file.stem, "fsdp2", "fsdp_turbo"):
+            config = OmegaConf.to_container(OmegaConf.load(file))
+            asked = list(fsdp.written(config, strategy))
+            assert asked == [], (file.stem, strategy)
+
+
+@needs("verl")
+def test_dtypes_of_models_that_verl_does_not_build() -> None:
+    ref = "actor_rollout_ref.ref.fsdp_config.model_dtype=bf16"
+    code, plan = planned("--parameters", "1B", "--", *GRPO, ref)
+    (note,) = (one for one in plan["notes"] if "without effect" in one)
+    assert (code, plan["problems"]) == (0, [])
+    off = "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
+    assert note == f"ref: not built, as {off}; without effect: {ref}"
+    _, built = planned("--parameters", "1B", "--", *GRPO, ref, f"{ACTOR}.use_kl_loss=true")
+    assert not [one for one in built["notes"] if "without effect" in one]
+    words = ("critic.megatron.dtype=float16", f"{OVERRIDE}.exp_avg_dtype=bf16")
+    for more, why in (
+        ((), "algorithm.adv_estimator=grpo"),
+        (("critic.enable=false", "algorithm.adv_estimator=gae"), "critic.enable=false"),
+    ):
+        line = (*GRPO_ON_MEGATRON, words[0], f"++{words[1]}", *more)
+        _, plan = planned("--parameters", "1B", "--", *line)
+        (note,) = (one for one in plan["notes"] if "without effect" in one)
+        assert note == f"critic: not built, as {why}; without effect: {', '.join(words)}"
+
+
+LAYERS = "trainer.policy.megatron_config.transformer_config_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        *(
+            pytest.param(
+                GRPO_ON_MEGATRON,
+                f"{ACTOR}.megatron.override_transformer_config.{field}",
+                marks=needs("verl"),
+            )
+            for field in ("params_dtype", "autocast_dtype", "moe_router_dtype")
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            f"{LAYERS}.moe_router_dtype",
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            ("python3", "nemo_rl/run_grpo.py", "--config", "job.yaml"),
+            "policy.megatron_cfg.moe_router_dtype",
+            marks=needs("nemo_rl"),
+        ),
+    ],
+)
+def test_a_dtype_name_that_megatrons_layers_do_not_take(
+    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], key: str
+) -> None:
+    monkeypatch.chdir(model)
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    words = ("--parameters", "1B", "--", *line)
+    prefix = "" if key.startswith(LAYERS) else "++"
+    code, plan = planned(*words, f"{prefix}{key}=bf17")
+    (problem,) = plan["problems"]
+    assert (code, problem["code"], problem["key"]) == (1, "dtype", key)
+    assert f"{key}='bf17' is not a dtype" in problem["message"]
+    assert planned(*words, f"{prefix}{key}=FP32")[1]["problems"] == []
+    monkeypatch.setenv("PRECISION_SHIM_FEATURES", "-dtype-coercion")  # the worker does not look
+    assert planned(*words, f"{prefix}{key}=bf17")[1]["problems"] == []
 
 
 @needs("verl")

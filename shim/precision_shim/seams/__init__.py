@@ -8,7 +8,7 @@ This file does not import ``_engine``: code that only reads seams does not impor
 from ._call import Call, around
 from ._plan import check, is_there
 from ._seam import NativeProbe, Seam, collect, seam
-from ._source import Symbol, definition, look
+from ._source import Symbol, definition, find_spec, look
 
 __all__ = [
     "Call",
@@ -19,6 +19,7 @@ __all__ = [
     "check",
     "collect",
     "definition",
+    "find_spec",
     "is_there",
     "look",
     "seam",

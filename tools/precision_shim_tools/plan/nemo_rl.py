@@ -276,6 +276,8 @@ def _on_megatron(
         bucket_key=f"{ddp}.grad_reduce_in_fp32",
         prefix="++",
         quantized=quantized_in(fp8) if fp8.get("enabled") else "",
+        layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},
+        layers_key=f"{where}.{{}}",
         gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
         illegal=tuple(_flags(complete, key, subject)) if trains else (),
     )

@@ -207,6 +207,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         trains=role == "policy",
     )
     illegal, notes = _flags(job, trainer, role)
+    layers = config.transformer_config_kwargs or {}
     predicted = dtypes.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
     return MegatronModel(
         requested,
@@ -226,7 +227,9 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
         illegal=tuple(illegal),
         notes=tuple(notes),
-        quantized=quantized_in(config.transformer_config_kwargs or {}),
+        quantized=quantized_in(layers),
+        layers=layers,
+        layers_key=f"{key}.transformer_config_kwargs.{{}}",
         gathers=any(getattr(ddp_config, name, False) for name in GATHERS),
     )
 

@@ -7,9 +7,9 @@ this module when Megatron's configs accept dtype names and refuse what they do n
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, is_there, seam, versioned, warn
 from precision_shim.precision.dtypes import coerce_dtype, pick_name
+from precision_shim.seams import definition, find_spec
 
 from ..policy.requested import COERCION, MOSTLY
 from .build import megatron_label
@@ -24,6 +25,10 @@ from .build import megatron_label
 _DDP = "megatron.core.distributed"
 _RESIDUAL = "fp32_residual_connection"
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+_MODEL = (
+    "megatron.core.model_parallel_config:ModelParallelConfig",
+    "megatron.core.transformer.transformer_config:TransformerConfig",
+)
 _LITERAL = r"""['"](\w+)['"]"""
 
 
@@ -33,22 +38,41 @@ def dtype_fields(kind: type) -> Mapping[str, tuple[str, ...]]:
     A subclass, such as a Megatron-Bridge provider, may annotate Megatron's field more loosely.
     """
     bases = [getattr(base, "__dataclass_fields__", {}) for base in kind.__mro__]
+    fields = (field.name for field in dataclasses.fields(kind))
+    return _takes(
+        {name: " ".join(str(base[name].type) for base in bases if name in base) for name in fields}
+    )
+
+
+def installed_fields() -> Mapping[str, tuple[str, ...]]:
+    """The ``dtype_fields`` of the installed TransformerConfig, without an import of Megatron."""
+    found = filter(None, map(definition, _MODEL))
+    lines = [line for one in found for line in getattr(one.node, "body", ())]
+    return _takes(
+        {
+            ast.unparse(line.target): ast.unparse(line.annotation)
+            for line in lines
+            if isinstance(line, ast.AnnAssign)
+        }
+    )
+
+
+def _takes(annotations: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     found = {}
-    for field in dataclasses.fields(kind):
-        texts = " ".join(str(base[field.name].type) for base in bases if field.name in base)
-        if "torch.dtype" in texts:
-            found[field.name] = ()
-        elif field.name.endswith("_dtype"):
-            names = re.findall(_LITERAL, texts) or _compared(field.name)
+    for field, text in annotations.items():
+        if "torch.dtype" in text:
+            found[field] = ()
+        elif field.endswith("_dtype"):
+            names = re.findall(_LITERAL, text) or _compared(field)
             if names:
-                found[field.name] = tuple(dict.fromkeys(names))
+                found[field] = tuple(dict.fromkeys(names))
     return found
 
 
 @functools.cache
 def _compared(field: str) -> list[str]:
     """The names with which the source of Megatron's layers compares a field that is any string."""
-    spec = importlib.util.find_spec("megatron.core.transformer")
+    spec = find_spec("megatron.core.transformer")
     pattern = rf"\b{field} == {_LITERAL}"
     return [
         name
@@ -58,23 +82,26 @@ def _compared(field: str) -> list[str]:
     ]
 
 
-def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:
-    """Turn the dtype names in a config into what Megatron knows; return the dtype fields' values.
+def coerce_field(value: Any, names: Sequence[str], key: str, but: Sequence[str] = ("fp8",)) -> Any:
+    """Turn a dtype name into what Megatron knows; for ``names`` see ``dtype_fields``.
 
     ``but``: names that no field takes; ``fp8`` means the bytes of TransformerEngine's moments.
 
     Raises:
-        DtypeError: a name is unknown, or the field does not take this dtype.
+        DtypeError: the name is unknown, or the field does not take this dtype.
     """
+    if not names:
+        return coerce_dtype(value, key=key, where=megatron_label(), but=but)
+    return None if value is None else pick_name(value, names, key=key, where=megatron_label())
+
+
+def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:
+    """Coerce the dtype names in a config, and return its dtype fields; see ``coerce_field``."""
     values = {}
     for name, names in dtype_fields(type(config)).items():
-        value, key = getattr(config, name), f"{type(config).__name__}.{name}"
-        if names and value is not None:
-            value = pick_name(value, names, key=key, where=megatron_label())
-        elif not names:
-            value = coerce_dtype(value, key=key, where=megatron_label(), but=but)
-        values[name] = value
-        setattr(config, name, value)
+        key = f"{type(config).__name__}.{name}"
+        values[name] = coerce_field(getattr(config, name), names, key, but)
+        setattr(config, name, values[name])
     return values
 
 

@@ -221,15 +221,20 @@ def optimizer_of(instance: Any) -> Any:
     return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
 
 
-def fp16_keys(config: Any, place: str = "") -> Iterator[str]:
-    """Yield the dtype keys of an engine's config that name float16, each after ``place``."""
+def values_of(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a config, with those of its sections, and the key's value."""
     if dataclasses.is_dataclass(config):
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for name, value in config.items() if isinstance(config, Mapping) else ():
-        if "dtype" not in str(name):
-            yield from fp16_keys(value, f"{place}{name}.")
-        elif parse_dtype(str(value)) is torch.float16:
-            yield f"{place}{name}"
+        yield f"{place}{name}", value
+        yield from values_of(value, f"{place}{name}.")
+
+
+def fp16_keys(config: Any) -> Iterator[str]:
+    """Yield the dtype keys of an engine's config that name float16."""
+    for key, value in values_of(config):
+        if "dtype" in key.rpartition(".")[2] and parse_dtype(str(value)) is torch.float16:
+            yield key
 
 
 MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -249,9 +254,13 @@ _DEFAULTS = {
     "model_dtype": ("fp32", "params"),
     "mp_param_dtype": ("bf16", COMPUTES),
     "mp_reduce_dtype": ("fp32", REDUCES),
+    "param_dtype": ("bf16", COMPUTES),
+    "reduce_dtype": ("fp32", REDUCES),
+    "output_dtype": ("bf16", ""),
 }
-"""Maps a dtype key of an engine's section to verl's default and to what the key sets."""
-_SETS = {"param_dtype": COMPUTES, "reduce_dtype": REDUCES}
+"""Maps a dtype key to verl's default and to what the key sets."""
+_UNREAD = {"wrap_policy": "", "turbo_config": "fsdp_turbo"}
+"""Maps a section to the engine that reads dtypes there."""
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
@@ -333,19 +342,31 @@ def written(
     default, and does not count as written. ``reads_dtype``: of 0.7.1's legacy workers, whose
     autocast has the dtype ``dtype``, except for the critic.
     """
-    for key, (default, sets) in _DEFAULTS.items():
-        value = read_key(config, key)
-        if value not in (None, default) and not (reads_dtype and key == "dtype"):
-            needs = COMPUTE_KEYS.get(strategy, "") if key == "dtype" else ""
-            yield Written(f"{section}.{key}", value, sets, needs and f"{section}.{needs}={value}")
-    mixed, place = read_key(config, "mixed_precision"), f"{section}.mixed_precision"
-    for key in mixed if hasattr(mixed, "get") else ():
-        value, near = mixed.get(key), get_close_matches(str(key), MIXED, n=1)
-        in_fp32 = parse_dtype(str(value)) is torch.float32
-        # FSDP2 has no dtype of buffers, and leaves them in fp32.
-        if key != "buffer_dtype" or (strategy != "fsdp" and not in_fp32):
-            needs = f"{place}.{near[0]}={value}" if near and key not in MIXED else ""
-            yield Written(f"{place}.{key}", value, _SETS.get(key, ""), needs)
+    for key, value in values_of(config):
+        (top, *_), name = key.split("."), key.rpartition(".")[2]
+        default, sets = _DEFAULTS.get(name, (None, ""))
+        if top == "mixed_precision":
+            # FSDP2 has no dtype of buffers, and leaves them in fp32.
+            in_fp32 = strategy == "fsdp" or parse_dtype(str(value)) is torch.float32
+            counts = key != top and not (name == "buffer_dtype" and in_fp32)
+        else:
+            own = key in _DEFAULTS and not (reads_dtype and key == "dtype")
+            unread = "dtype" in name and _UNREAD.get(top, strategy) != strategy
+            counts = (own or unread) and value not in (None, default)
+        if counts:
+            right = _place_of(name, sets, strategy)
+            needs = f"{section}.{right}={value}" if right not in ("", key) else ""
+            yield Written(f"{section}.{key}", value, sets, needs)
+
+
+def _place_of(name: str, sets: str, strategy: str) -> str:
+    """The key from which an engine reads what a dtype key's name says; empty if there is none."""
+    if name.startswith(("model_", "mp_")):
+        return name
+    if sets == COMPUTES:
+        return COMPUTE_KEYS.get(strategy, "")
+    near = get_close_matches(name, MIXED, n=1, cutoff=0.65)
+    return f"mixed_precision.{near[0]}" if near and strategy in ("fsdp", "fsdp2") else ""
 
 
 def find_unscaled(config: Any, strategy: str, computes: torch.dtype | None) -> Iterator[str]:
@@ -353,7 +374,7 @@ def find_unscaled(config: Any, strategy: str, computes: torch.dtype | None) -> I
     asked = [
         one.key.partition(".")[2]
         for one in written(config, strategy)
-        if one.dtype == "fp16" and one.sets in ("params", REDUCES)
+        if one.dtype == "fp16" and one.sets in ("params", REDUCES) and not one.needs
     ]
     if asked and computes is not None and computes is not torch.float16:
         yield (

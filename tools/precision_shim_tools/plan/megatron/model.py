@@ -7,7 +7,7 @@ functions ``plan_optimizer``, ``choose_bucket`` and ``reader.read_wanted``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from precision_shim_adapters.megatron.policy.bucket import (
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
 from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
+from precision_shim_adapters.megatron.training.config_dtypes import coerce_field, installed_fields
 
 from ..command import Job
 from ..counting import Precision, Share, part
@@ -68,6 +69,8 @@ class MegatronModel:
         notes: remarks about legal settings.
         takes_name: whether the framework converts a dtype name; ``None``: Megatron gets all names.
         quantized: ``"fp8"`` or ``"fp4"`` if the weights are stored so, see ``quantized_in``.
+        layers: fields of Megatron's TransformerConfig that the user wrote.
+        layers_key: the config's key of such a field; ``{}`` stands for the field.
         gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
     """
 
@@ -86,6 +89,8 @@ class MegatronModel:
     notes: tuple[str, ...] = ()
     takes_name: Callable[[str], bool] | None = None
     quantized: str = ""
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    layers_key: str = "{}"
     gathers: bool = False
 
     @property
@@ -142,6 +147,8 @@ class MegatronModel:
                 "Write sizes that divide it."
             )
         problems = [*self.illegal, *_unknown(self), *_no_names(self)]
+        if job.in_force(COERCION, megatron.GROUP):
+            problems += _refused_by_layers(self)
         if any(problem.code == "dtype" for problem in problems):
             return None, problems
         without, with_shim, ends = None, None, ""
@@ -300,6 +307,15 @@ def _no_names(asked: MegatronModel) -> Iterator[Problem]:
         if not isinstance(value, str | torch.dtype) and not null:
             fault = f"{asked.requested.where}: {name}={value!r} is no name of a dtype"
             yield asked.problem("dtype", name, fault, "Write a name, such as fp32 or bf16.")
+
+
+def _refused_by_layers(asked: MegatronModel) -> Iterator[Problem]:
+    """Yield the dtype names in the model's config that the worker refuses."""
+    for name, names in installed_fields().items() if asked.layers else ():
+        try:
+            coerce_field(asked.layers.get(name), names, asked.layers_key.format(name))
+        except DtypeError as error:  # noqa: PERF203
+            yield Problem.of(error, asked.subject, error.key)
 
 
 def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:

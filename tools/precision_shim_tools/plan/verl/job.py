@@ -60,8 +60,10 @@ def plan_job(job: Job) -> Request:
     notes: list[str] = []
     if _SHARED in config:
         gpus = _gpus(config)
-        found = list(_of_ppo(config))
+        every = list(_of_ppo(config))
+        found = [one for one, unbuilt in every if not unbuilt]
         problems, notes = _both_sides(job, config)
+        notes += [note for one in every for note in sections.tell_idle(*one)]
     elif "engine" in config and "optim" in config:
         gpus = _gpus(config)
         if job.processes is not None:  # torchrun starts the job
@@ -118,20 +120,28 @@ def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
     return number_of(config, key, _where(), default)
 
 
-def _of_ppo(config: Mapping[str, Any]) -> Iterator[Section]:
+def _of_ppo(config: Mapping[str, Any]) -> Iterator[tuple[Section, str]]:
+    """Yield the models of a PPO job, each with the reason why the job does not build it, or ``""``.
+
+    A rollout with quantized weights reads the dtype in transformers' config.
+    """
     shared = inner(config, _SHARED)
     actor = mapping(shared.get("actor"), f"{_SHARED}.actor", _where())
     algorithm, critic = inner(config, "algorithm"), inner(config, "critic")
     model, ref = inner(shared, f"{_SHARED}.model"), inner(shared, f"{_SHARED}.ref")
     group = fsdp.group_of(inner(config, "trainer").get(fsdp.WORKERS))
-    yield sections.of_role("actor", f"{_SHARED}.actor", actor, model, group)
-    if algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss"):
-        merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
-        yield sections.of_role("ref", f"{_SHARED}.ref", merged, model, group)
-    enabled = critic.get("enable")
-    if enabled or (enabled is None and algorithm.get("adv_estimator") == "gae"):
-        own = inner(critic, "critic.model")
-        yield sections.of_role("critic", "critic", critic, own, group)
+    one = sections.of_role("actor", f"{_SHARED}.actor", actor, model, group)
+    quantized = inner(shared, dtypes.ROLLOUT).get("quantization")
+    yield replace(one, model_key="" if quantized else f"{_SHARED}.model"), ""
+    merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
+    penalty = algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss")
+    why = "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
+    yield sections.of_role("ref", f"{_SHARED}.ref", merged, model, group), "" if penalty else why
+    enabled, estimator = critic.get("enable"), algorithm.get("adv_estimator")
+    why = f"algorithm.adv_estimator={estimator}" if enabled is None else "critic.enable=false"
+    built = enabled or (enabled is None and estimator == "gae")
+    one = sections.of_role("critic", "critic", critic, inner(critic, "critic.model"), group)
+    yield replace(one, model_key="critic.model"), "" if built else why
 
 
 def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
@@ -165,7 +175,8 @@ def _on_megatron(
     engine, optim = section.engine, section.optim
     fields = f"{section.optim_key}.override_optimizer_config"
     buckets = f"{section.engine_key}.override_ddp_config"
-    layers = inner(engine, f"{section.engine_key}.override_transformer_config")
+    layers_key = f"{section.engine_key}.override_transformer_config"
+    layers = inner(engine, layers_key)
     ddp = inner(engine, buckets)
     inner(optim, fields)
     sections.check_megatron(section)
@@ -191,6 +202,8 @@ def _on_megatron(
         prefix="++",  # Hydra's prefix that adds or overrides a key
         illegal=(*illegal, *_flags(section, layers, dtype)),
         quantized=quantized_in(layers),
+        layers=layers,
+        layers_key=f"{layers_key}.{{}}",
         gathers=any(ddp.get(name) for name in GATHERS),
     )
 
@@ -254,6 +267,7 @@ def _sharded(
     if trains and module == "torch.optim." and section.strategy in ("fsdp", "fsdp2"):
         illegal = (*illegal, *_not_taken(subject, name, inner(section.optim, overrides), overrides))
     legacy = section.group == fsdp.LEGACY and subject != "critic"
+    written = fsdp.written(engine, section.strategy, section.engine_key, reads_dtype=legacy)
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
     return ShardedModel(
@@ -273,9 +287,7 @@ def _sharded(
         keys=keys,
         wrote=tuple(
             replace(one, needs=one.needs and f"++{one.needs}")  # Hydra's prefix, as on Megatron
-            for one in fsdp.written(
-                engine, section.strategy, section.engine_key, reads_dtype=legacy
-            )
+            for one in (*written, *sections.overridden(section))
         ),
         illegal=illegal,
         notes=tuple(notes),

@@ -15,6 +15,7 @@ import torch
 from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.effect import Written
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
 from precision_shim_adapters.torch_fp16.names import own_dtype
@@ -46,6 +47,7 @@ class Section:
         group: the group of the seams on the model's workers, if the engine is FSDP.
         role: the section with the engine's and the optimizer's sections; empty for a fine-tuning.
         role_key: the config key of ``role``.
+        model_key: the config key of ``model``, if nothing but the engine reads a dtype there.
     """
 
     subject: str
@@ -59,6 +61,7 @@ class Section:
     group: str = fsdp.ENGINE
     role: Mapping[str, Any] = field(default_factory=dict)
     role_key: str = ""
+    model_key: str = ""
 
     @property
     def trains(self) -> bool:
@@ -100,7 +103,34 @@ def of_tuning(config: Mapping[str, Any]) -> Section:
     engine, optim, model = (inner(config, key) for key in ("engine", "optim", "model"))
     target = str(engine.get("_target_", ""))
     strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
-    return Section("actor", "engine", "optim", strategy, engine, optim, model)
+    return Section("actor", "engine", "optim", strategy, engine, optim, model, model_key="model")
+
+
+def overridden(section: Section) -> Iterator[Written]:
+    """Yield the dtypes in transformers' config, which FSDP's engines replace by ``model_dtype``."""
+    place = f"{section.model_key}.override_config"
+    config = inner(section.model, place)
+    if "model_config" in config:
+        place = f"{place}.model_config"
+        config = inner(config, place)
+    known = section.model_key and section.strategy in fsdp.COMPUTE_KEYS
+    for name in ("dtype", "torch_dtype") if known else ():
+        if config.get(name):
+            needs = f"{section.engine_key}.model_dtype={config[name]}"
+            yield Written(f"{place}.{name}", config[name], "params", needs)
+
+
+def tell_idle(section: Section, unbuilt: str) -> Iterator[str]:
+    """Yield a note on the dtypes that the user wrote for a model that the job does not build.
+
+    ``unbuilt`` says why, and is empty for a model that is built.
+    """
+    keys = list(map(str, fsdp.written(section.engine, section.strategy, section.engine_key)))
+    for key, value in fsdp.values_of(section.optim):
+        if key.endswith("_dtype") and value not in (None, "fp32"):
+            keys.append(f"{section.optim_key}.{key}={value}")
+    if unbuilt and keys:
+        yield f"{section.subject}: not built, as {unbuilt}; without effect: {', '.join(keys)}"
 
 
 @dataclass(frozen=True)
