@@ -178,7 +178,14 @@ def make_model(folder: Path, *, experts: bool = False, auxiliary: float = 1e-3) 
 
 
 def configs(
-    name: str, model: str, world: int, dtype: str = "float16", *, optimizer: str = "", **fields: Any
+    name: str,
+    model: str,
+    world: int,
+    dtype: str = "float16",
+    *,
+    optimizer: str = "",
+    own: Any = (),
+    **fields: Any,
 ) -> dict[str, Any]:
     """verl's own configs of an engine, by the argument names of the engine's class.
 
@@ -188,6 +195,7 @@ def configs(
         world: number of ranks.
         dtype: the dtype in which the engine computes matrix products.
         optimizer: the name of VeOmni's optimizer, if not its default.
+        own: fields of the engine's config that have the names of other arguments.
         fields: further fields of the engine's config.
     """
     import verl.workers.config as verls
@@ -222,7 +230,7 @@ def configs(
             enable_gradient_checkpointing=False,
             override_config={"attn_implementation": "eager"},
         ),
-        "engine_config": getattr(verls, kind)(**common | fields),
+        "engine_config": getattr(verls, kind)(**common | fields | dict(own)),
         "optimizer_config": getattr(verls, optim)(lr=1e-2, total_training_steps=40, **more),
         "checkpoint_config": CheckpointConfig(save_contents=contents, load_contents=contents),
     }

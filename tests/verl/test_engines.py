@@ -196,10 +196,12 @@ def built(launch: Ranks) -> Any:
         "output": ["automodel", {"mp_output_dtype": "bfloat16"}],
         "states": ["automodel", {"model_dtype": "fp16"}],
         "other key": ["automodel", {"mp_param_dtype": "bf16", "mp_reduce_dtype": "fp16"}],
+        "unread": ["automodel", {"dtype": "bfloat16", "own": {"dtype": "float16"}}],
+        **({"fp32": ["torchtitan", {"dtype": "float32"}]} if "torchtitan" in ENGINES else {}),
         "reference": ["veomni", {"forward_only": True}],
         "fine": ["automodel", {"mp_output_dtype": "fp32"}],
     }
-    (found,) = launch("built", world=1, asked=list(asked.values()))
+    (found, _) = launch("built", world=2, asked=list(asked.values()))
     return dict(zip(asked, found, strict=True))
 
 
@@ -223,6 +225,19 @@ def test_float16_in_another_key_is_said(built: Any) -> None:
     assert built["other key"]["scaler"] == "NoneType"
     (said,) = built["other key"]["said"]
     assert "mp_reduce_dtype=float16 is no fp16 training here" in said
+
+
+def test_a_key_that_automodel_does_not_read_is_said(built: Any) -> None:
+    (said,) = built["unread"]["said"]
+    remedy = "Write fsdp_config.mp_param_dtype=float16"
+    assert "fsdp_config.dtype=float16 has no effect: the layers compute in bf16" in said
+    assert remedy in said
+
+
+@needs_titan
+def test_a_dtype_that_torchtitan_does_not_compute_in_is_said(built: Any) -> None:
+    (said,) = built["fp32"]["said"]
+    assert "torchtitan.dtype=float32 has no effect: the layers compute in bf16" in said
 
 
 def test_a_reference_model_computes_in_fp16_and_has_no_scaler(built: Any) -> None:

@@ -39,7 +39,7 @@ def watch(
     ``status()`` and ``PRECISION_SHIM_AUDIT_DIR`` get the audits. A problem causes a warning, in
     strict mode an error, unless ``by_user`` returns true for it. Weights without masters are what
     the user chose: rank 0 warns once, also in strict mode. A failure of the audit itself causes
-    only a warning. A second call for the same optimizer does nothing. With
+    only a warning. A second call for the same optimizer adds ``wrote`` and audits again. With
     ``PRECISION_SHIM_WATCH_UPDATES``, lost updates are measured too.
 
     Args:
@@ -60,7 +60,11 @@ def watch(
     stepped = optimizer if inner is None else inner
     if not isinstance(stepped, torch.optim.Optimizer):
         stepped = None  # a frozen model has a placeholder instead of an optimizer
-    elif latest.has(stepped):
+    elif (known := latest.of(stepped)) is not None:
+        further = [one for one in wrote if one not in known.wrote]
+        if further:
+            known.wrote += tuple(further)
+            known.look()
         return
     watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model)
     watcher.scaler, watcher.by_user, watcher.told = scaler, by_user, told

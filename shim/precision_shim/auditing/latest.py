@@ -62,18 +62,15 @@ def add(watched: Watched) -> None:
     _watched.append(watched)
 
 
-def has(owner: Any) -> bool:
-    """Whether an optimizer is audited already."""
-    return any(each.owner is not None and each.owner() is owner for each in _watched)
+def of(owner: Any) -> Any:
+    """The ``Watched`` of an optimizer, or ``None``."""
+    return next((one for one in _watched if one.owner is not None and one.owner() is owner), None)
 
 
 def written(owners: Iterable[Any]) -> tuple[Written, ...]:
     """Return the dtypes that the user wrote for the model of one of these optimizers."""
-    for owner in owners:
-        for each in _watched:
-            if each.wrote and each.owner is not None and each.owner() is owner:
-                return each.wrote
-    return ()
+    found = (known.wrote for owner in owners if (known := of(owner)) is not None)
+    return next(filter(None, found), ())
 
 
 def name(stem: str) -> str:

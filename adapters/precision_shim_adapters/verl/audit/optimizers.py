@@ -15,9 +15,10 @@ from precision_shim.auditing.automatic import watch
 from precision_shim.precision.dtypes import parse_dtype
 
 from ..training import fsdp
-from ..training.engines import AUTOMODEL, GROUPS, SINCE, VEOMNI, in_fp32, inside
+from ..training.engines import AUTOMODEL, GROUPS, SINCE, TITAN, VEOMNI, in_fp32, inside
 from .sent_weights import FEATURE, LEGACY
 
+_BUILDS = {VEOMNI: "_build_model_optimizer", AUTOMODEL: "initialize", TITAN: "initialize"}
 _WHY = "model, optimizer and scaler stand together for the first time"
 
 
@@ -27,7 +28,7 @@ _WHY = "model, optimizer and scaler stand together for the first time"
         {"target": f"{fsdp.SHARDED}._build_model_optimizer", "group": fsdp.ENGINE},
         *(
             {"target": f"{engine}.{method}", "group": GROUPS[engine], "only_if": SINCE[engine]}
-            for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
+            for engine, method in _BUILDS.items()
         ),
     ],
     why=_WHY,
@@ -46,7 +47,7 @@ _WHY = "model, optimizer and scaler stand together for the first time"
     **LEGACY,
 )
 def audit(call: Call) -> Any:
-    """Audit the optimizer of an engine that no other adapter audits, or of a legacy worker."""
+    """Audit the optimizer of an engine or of a legacy worker; torchtitan's has an audit already."""
     result = call.proceed()
     owner, optimizer = call.instance, fsdp.optimizer_of(call.instance)
     if optimizer is None:  # a reference model has no optimizer
@@ -56,7 +57,7 @@ def audit(call: Call) -> Any:
         optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
     config = getattr(owner, "engine_config", None)
     strategy = fsdp.read_key(config, "strategy")
-    section = "veomni" if strategy == "veomni" else "fsdp_config"
+    section = strategy if strategy in ("veomni", "torchtitan") else "fsdp_config"
     mend = in_fp32(strategy, section)
     if parse_dtype(str(fsdp.read_key(config, "model_dtype"))) is torch.float32:
         mend = "ep_size=1"  # see ``automodel.tell_rounded_weights``
