@@ -544,10 +544,12 @@ def without_effect(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
         support.engine(job.model, param_dtype=None, **fields)
     except precision_shim.PrecisionShimError as raised:
         error = f"{type(raised).__name__}: {raised}"
+    held = {parameter.dtype for parameter in one.module.parameters()}
     return {
         "said": said,
         "scaler": type(getattr(one, "scaler", None)).__name__,
         "problems": [each.message for audit in audits for each in audit.problems],
+        "dtypes": sorted({str(one.module.config.dtype), *map(str, held)}),
         "error": error,
     }
 

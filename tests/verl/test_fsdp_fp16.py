@@ -265,6 +265,14 @@ def test_parameters_stored_in_float16_are_no_fp16_training(fsdp_ranks: Ranks) ->
     assert (one["problems"], one["error"]) == ([], "")
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_verl_replaces_the_dtype_in_transformers_config(fsdp_ranks: Ranks, key: str) -> None:
+    """The config, which a checkpoint keeps, has the parameters' dtype as well."""
+    fields = {"overrides": {key: "float16"}}
+    (one,) = fsdp_ranks("without_effect", world=1, fields=fields)
+    assert one["dtypes"] == ["torch.float32"]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", None])
 def test_other_dtypes_are_untouched(fsdp_ranks: Ranks, dtype: str | None) -> None:
     (off,) = fsdp_ranks("untouched", world=1, dtype=dtype, on=False)

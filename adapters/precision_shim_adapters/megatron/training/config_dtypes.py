@@ -58,7 +58,7 @@ def installed_fields() -> Mapping[str, tuple[str, ...]]:
 
 
 def _takes(annotations: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    found = {}
+    found: dict[str, tuple[str, ...]] = {}
     for field, text in annotations.items():
         if "torch.dtype" in text:
             found[field] = ()
