@@ -116,8 +116,7 @@ def overridden(section: Section) -> Iterator[Written]:
     known = section.model_key and section.strategy in fsdp.COMPUTE_KEYS
     for name in ("dtype", "torch_dtype") if known else ():
         if config.get(name):
-            needs = f"{section.engine_key}.model_dtype={config[name]}"
-            yield Written(f"{place}.{name}", config[name], "params", needs)
+            yield Written(f"{place}.{name}", config[name], "params")
 
 
 def tell_idle(section: Section, unbuilt: str) -> Iterator[str]:
