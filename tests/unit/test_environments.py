@@ -46,6 +46,8 @@ def test_every_pinned_version_is_run() -> None:
 def test_a_version_needs_no_commands_of_its_own() -> None:
     conditions = re.findall(r"^(\S+): ", tox_ini()["framework"]["commands"], re.MULTILINE)
     for one in FRAMEWORKS:
+        if one.framework == "megatron":  # runs beside each framework
+            continue
         words = set(one.framework.split("-"))
         own = [line for line in conditions if words & set(re.findall(r"[\w.]+", line))]
         assert own, f"{one.framework} would run nothing, and pass"
