@@ -577,6 +577,27 @@ NATIVE = pytest.mark.skipif(
             marks=needs("skyrl"),
         ),
         pytest.param(
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            {f"{KWARGS.rpartition('.')[0]}.ddp_config.grad_reduce_in_fp32": "false"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            {f"{KWARGS.rpartition('.')[0]}.transformer_config_kwargs.params_dtype": "fp32"},
+            marks=needs("skyrl"),
+        ),
+        *(
+            pytest.param(
+                (*SKYRL, "trainer.strategy=megatron", "trainer.algorithm.use_kl_loss=true"),
+                {f"trainer.ref.megatron_config.{key}": "bf16"},
+                marks=needs("skyrl"),
+            )
+            for key in (
+                "optimizer_config_kwargs.exp_avg_dtype",
+                "transformer_config_kwargs.exp_avg_dtype",
+            )
+        ),
+        pytest.param(
             (*SKYRL, "trainer.strategy=megatron"),
             {"trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp16"},
             marks=needs("skyrl"),
@@ -612,10 +633,8 @@ def test_a_dtype_that_has_no_effect_is_illegal(
     code, plan = planned("--parameters", "1B", "--", *line, *words)
     found = [one for one in plan["problems"] if one["code"] == "no-effect"]
     (key, *others) = [key.lstrip("+") for key in written]
-    assert (code, [(one["key"], one["subject"] in ("actor", "policy")) for one in found]) == (
-        1,
-        [(key, True)],
-    )
+    subject = "ref" if ".ref." in key else "actor" if "actor" in key else "policy"
+    assert (code, [(one["key"], one["subject"]) for one in found]) == (1, [(key, subject)])
     (other,) = others[-1:] or [key]
     assert other in found[0]["message"] + found[0]["remedy"]
 
@@ -632,6 +651,41 @@ def test_one_mistake_is_one_problem_of_verls_megatron_engine(model: Path) -> Non
     key, off = f"{override}.exp_avg_dtype", f"+{override}.use_precision_aware_optimizer=false"
     code, plan = planned("--", *line, f"+{key}=bf16", off)
     assert (code, [one["key"] for one in plan["problems"]]) == (1, [key])
+
+
+@needs("skyrl")
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_skyrls_dtypes_of_a_model_that_the_job_does_not_build_are_noted(strategy: str) -> None:
+    base = (*SKYRL, f"trainer.strategy={strategy}", "trainer.algorithm.use_kl_loss=false")
+    half = "fsdp_config.mixed_precision.param_dtype"
+    words = (
+        f"trainer.critic.{half}=fp16",
+        f"trainer.ref.{half}=bf16",  # the default
+        "trainer.ref.megatron_config.optimizer_config_kwargs.exp_avg_dtype=bf16",
+        "trainer.ref.megatron_config.transformer_config_kwargs.params_dtype=bf16",
+    )
+    code, plan = planned("--parameters", "1B", "--", *base, *words)
+    notes = [one for one in plan["notes"] if "not built" in one]
+    assert (code, subjects(plan), len(notes)) == (0, ["policy"], 2)
+    assert ("use_kl_loss" in notes[0], "model.path is null" in notes[1]) == (True, True)
+    told = " ".join(notes)
+    assert [word in told for word in words] == [True, False, True, True]
+    _, plain = planned("--parameters", "1B", "--", *base)
+    assert not [one for one in plain["notes"] if "not built" in one]
+
+
+@needs("nemo_rl")
+def test_nemo_rls_dtypes_of_a_model_that_the_job_does_not_build_are_noted(model: Path) -> None:
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    words = ("python3", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
+    code, plan = planned("--parameters", "1B", "--", *words, "++value.precision=float16")
+    (note,) = [one for one in plan["notes"] if "not built" in one]
+    assert (code, subjects(plan)) == (0, ["policy"])
+    assert note.startswith(
+        "value: not built, as value.model_name is not set; without effect: value."
+    )
+    _, plain = planned("--parameters", "1B", "--", *words)
+    assert not [one for one in plain["notes"] if "not built" in one]
 
 
 REWARDED = """
