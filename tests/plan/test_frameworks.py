@@ -238,7 +238,8 @@ def test_verls_other_engines(model: Path) -> None:
         assert (code, scaling(plan), len(notes), codes) == (1, [], 1, ["no-effect"])
     sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
-    code, plan = planned("--", *sft, "engine.mp_param_dtype=fp16")
+    code, plan = planned("--", "PRECISION_SHIM_ROLLOUT=follow", *sft, "engine.mp_param_dtype=fp16")
+    assert any("PRECISION_SHIM_ROLLOUT=follow has no effect" in note for note in plan["notes"])
     because = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
     assert (code, scaling(plan)) == (0, [(OURS, because)])
     ddp = "engine.distributed_strategy=ddp"
@@ -688,6 +689,29 @@ def test_nemo_rls_dtypes_of_a_model_that_the_job_does_not_build_are_noted(model:
     assert not [one for one in plain["notes"] if "not built" in one]
 
 
+@needs("skyrl")
+def test_settings_that_nothing_in_a_job_reads_are_noted() -> None:
+    settings = {"GRAD_BUCKET": "align", "OPTIMIZER_STATES": "follow-model", "GROWTH_INTERVAL": "7"}
+    settings["ROLLOUT"] = "follow"
+    front = [f"PRECISION_SHIM_{name}={value}" for name, value in settings.items()]
+    half = ["trainer.bf16=false"]
+    half += ["trainer.policy.megatron_config.transformer_config_kwargs.fp16=true"]
+    bare = "PRECISION_SHIM_FEATURES=-rollout-agreement"
+    for words, idle in (
+        (
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            {"GRAD_BUCKET", "OPTIMIZER_STATES", "GROWTH_INTERVAL"},
+        ),
+        ((*SKYRL, "trainer.strategy=megatron"), {"GROWTH_INTERVAL"}),
+        ((*SKYRL, "trainer.strategy=megatron", *half), set()),
+        ((bare, *SKYRL, "trainer.strategy=megatron"), {"GROWTH_INTERVAL", "ROLLOUT"}),
+    ):
+        code, plan = planned("--parameters", "1B", "--", *front, *words)
+        noted = [one for one in plan["notes"] if "has no effect on this job" in one]
+        told = {name for name in settings if any(f"_{name}=" in one for one in noted)}
+        assert (code, told, len(noted)) == (0, idle, len(idle)), words
+
+
 REWARDED = """
 env: {{reward_model: {{resources: {{gpus_per_node: 2, num_nodes: 3}}}}}}
 {data}
@@ -790,6 +814,11 @@ def test_torchtitan() -> None:
     words = ("torchrun", "--nproc-per-node=8", "-m", "torchtitan.train", "--module", "qwen3")
     code, plan = planned("--", *words, "--config", "qwen3_debugmodel")
     assert (code, plan["framework"], plan["world_size"]) == (0, "torchtitan", 8)
+    _, follows = planned(
+        "--", "PRECISION_SHIM_ROLLOUT=follow", *words, "--config", "qwen3_debugmodel"
+    )
+    (note,) = {*follows["notes"]} - {*plan["notes"]}  # the job has no rollout
+    assert note.startswith("PRECISION_SHIM_ROLLOUT=follow has no effect on this job")
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["data_parallel_size"] == 8
     assert part["components"]["exp_avg"]["dtypes"] == ["fp32"]

@@ -69,6 +69,7 @@ def plan_job(job: Job) -> Request:
         megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=tuple(notes),
+        rollout=not _tunes(job),
     )
 
 

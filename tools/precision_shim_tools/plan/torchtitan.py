@@ -94,6 +94,7 @@ def plan_job(job: Job) -> Request:
         tuple(models),
         problems=tuple(wrong),
         notes=tuple(notes),
+        rollout=trainer is not config,
     )
 
 
