@@ -69,6 +69,7 @@ class MegatronModel:
         takes_name: whether the framework converts a dtype name; ``None``: Megatron gets all names.
         quantized: ``"fp8"`` or ``"fp4"`` if the weights are stored so, see ``quantized_in``.
         gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
+        unread: dtype keys of a model without an optimizer that may have no effect.
     """
 
     requested: megatron.RequestedConfig
@@ -87,6 +88,7 @@ class MegatronModel:
     takes_name: Callable[[str], bool] | None = None
     quantized: str = ""
     gathers: bool = False
+    unread: Sequence[Written] = ()
 
     @property
     def subject(self) -> str:
@@ -101,7 +103,7 @@ class MegatronModel:
     @property
     def wrote(self) -> Sequence[Written]:
         """See ``Plannable``."""
-        return self.requested.written(self.key, self.bucket_key)
+        return (*self.requested.written(self.key, self.bucket_key), *self.unread)
 
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""
