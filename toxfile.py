@@ -9,6 +9,7 @@
    status is 3 if each of these lacked its Python, its source or the time, and 4 if one ran nothing
    for another reason. If tests were to run and none did, the status is 1.
 3. ``-m LABEL`` runs the label's environments in the order of the label.
+4. ``-e`` takes each name in a label. In tox.ini, ``{pins}`` is the environment's file of pins.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from __future__ import annotations
 import os
 import re
 import time
+from configparser import ConfigParser
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from tox.config.loader.ini.factor import extend_factors
 from tox.plugin import impl
 from tox.session.env_select import CliEnv
 from tox.tox_env.errors import Skip
@@ -33,9 +37,9 @@ except ImportError:  # a tox without tox-uv, which fetches it (requires, in tox.
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tox.config.cli.parser import ToxParser
+    from tox.config.sets import EnvConfigSet
     from tox.execute import Outcome
     from tox.session.state import State
     from tox.tox_env.api import ToxEnv
@@ -155,6 +159,27 @@ def tox_register_tox_env(register: ToxEnvRegister) -> None:
     if UvVenvRunner is not object:
         register.add_run_env(Runner)
         register.add_package_env(Packager)
+
+
+@impl
+def tox_extend_envs() -> list[str]:
+    """Name the environments of all labels."""
+    ini = ConfigParser(interpolation=None)
+    ini.read(Path(__file__).with_name("tox.ini"))
+    labels = ini["tox"]["labels"].replace("\\\n", "").strip().splitlines()
+    return [name for label in labels for name in extend_factors(label.partition("=")[2])]
+
+
+@impl
+def tox_add_env_config(env_conf: EnvConfigSet) -> None:
+    """Find the pins of an environment: those that its name begins with, or a framework's newest."""
+    name = re.sub("^(coverage|example)-", "", env_conf.name).replace("system-", "verl-")
+    files = [file.stem for file in (Path(__file__).parent / "tests/environments").glob("*.txt")]
+    named = [one for one in files if f"{name}-".startswith(f"{one}-")]
+    versions = [one for one in files if re.fullmatch(rf"{name}-[\d.]+", one)]
+    versions.sort(key=lambda one: [int(part) for part in re.findall(r"\d+", one)])
+    pins = max([*versions[-1:], *named], key=len, default=name)
+    env_conf.add_constant("pins", "the file of its pins in tests/environments", pins)
 
 
 @impl

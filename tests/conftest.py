@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -77,6 +78,13 @@ def start_up_file() -> None:
     )
     if done.stdout != "True\n":
         pytest.skip("needs the package installed, with its start-up file")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """Keep what is imported out of garbage collections, and out of what ``install()`` searches."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

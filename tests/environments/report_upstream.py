@@ -40,7 +40,7 @@ def newest() -> dict[str, str]:
     found: dict[str, Version] = {}
     for file in Path(__file__).parent.glob("*-[0-9]*.txt"):
         framework, _, version = file.stem.rpartition("-")
-        if not re.search(r"\d", framework):  # skip verl-0.9.1-core-0.19.2: two other pins
+        if not re.search(r"\d", framework):  # skip verl-0.9.1-core0.19.2: two other pins
             found[framework] = max(Version(version), found.get(framework, Version("0")))
     return {framework: f"{framework}-{version}" for framework, version in sorted(found.items())}
 

@@ -125,7 +125,13 @@ def of_plan(
     return lines, [one for one in found["notes"] if about in one]
 
 
-each_pair = pytest.mark.parametrize(("trainer", "rollout"), PAIRS)
+each_pair = pytest.mark.parametrize(
+    ("trainer", "rollout"),
+    [
+        pytest.param(*pair, marks=[] if pair == LOST else [pytest.mark.slow, pytest.mark.oldest])
+        for pair in PAIRS
+    ],
+)
 each_setting = pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
 
 

@@ -103,6 +103,6 @@ def newest() -> set[str]:
     found: dict[str, Version] = {}
     for file in (ROOT / "tests" / "environments").glob("*-[0-9]*.txt"):
         name, _, version = file.stem.rpartition("-")
-        if not re.search(r"\d", name):  # skip verl-0.9.1-core-0.19.2: two other pins
+        if not re.search(r"\d", name):  # skip verl-0.9.1-core0.19.2: two other pins
             found[name] = max(Version(version), found.get(name, Version(version)))
     return {f"{name}-{version}" for name, version in found.items()}

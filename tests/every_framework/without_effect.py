@@ -101,6 +101,25 @@ CASES = (
         {f"fsdp_config.{_MIXED}.buffer_dtype": "bf16"},
         (f"fsdp_config.{_MIXED}.buffer_dtype=bf16", "nothing reads this key"),
     ),
+    *(
+        Case(
+            "skyrl",
+            "fsdp",
+            {f"megatron_config.{key}": value},
+            (f"megatron_config.{key}={value}", "nothing reads this key", "trainer.strategy="),
+        )
+        for key, value in (
+            ("optimizer_config_kwargs.exp_avg_dtype", "bf16"),
+            ("transformer_config_kwargs.params_dtype", "bf16"),
+            (f"ddp_config.{BUCKET}", "False"),
+        )
+    ),
+    Case(
+        "skyrl",
+        "megatron",
+        {"megatron_config.transformer_config_kwargs.params_dtype": "fp32"},
+        ("params_dtype=fp32", "the parameters are bf16", "Write trainer.bf16=false"),
+    ),
     Case(
         "skyrl",
         "megatron",

@@ -239,7 +239,8 @@ def test_verls_other_engines(model: Path) -> None:
         assert (code, scaling(plan), len(notes), codes) == (1, [], 1, ["no-effect"])
     sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
-    code, plan = planned("--", *sft, "engine.mp_param_dtype=fp16")
+    code, plan = planned("--", "PRECISION_SHIM_ROLLOUT=follow", *sft, "engine.mp_param_dtype=fp16")
+    assert any("PRECISION_SHIM_ROLLOUT=follow has no effect" in note for note in plan["notes"])
     because = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
     assert (code, scaling(plan)) == (0, [(OURS, because)])
     ddp = "engine.distributed_strategy=ddp"
@@ -589,6 +590,27 @@ NATIVE = pytest.mark.skipif(
             marks=needs("skyrl"),
         ),
         pytest.param(
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            {f"{KWARGS.rpartition('.')[0]}.ddp_config.grad_reduce_in_fp32": "false"},
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron"),
+            {f"{KWARGS.rpartition('.')[0]}.transformer_config_kwargs.params_dtype": "fp32"},
+            marks=needs("skyrl"),
+        ),
+        *(
+            pytest.param(
+                (*SKYRL, "trainer.strategy=megatron", "trainer.algorithm.use_kl_loss=true"),
+                {f"trainer.ref.megatron_config.{key}": "bf16"},
+                marks=needs("skyrl"),
+            )
+            for key in (
+                "optimizer_config_kwargs.exp_avg_dtype",
+                "transformer_config_kwargs.exp_avg_dtype",
+            )
+        ),
+        pytest.param(
             (*SKYRL, "trainer.strategy=megatron"),
             {"trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp16"},
             marks=needs("skyrl"),
@@ -624,10 +646,8 @@ def test_a_dtype_that_has_no_effect_is_illegal(
     code, plan = planned("--parameters", "1B", "--", *line, *words)
     found = [one for one in plan["problems"] if one["code"] == "no-effect"]
     (key, *others) = [key.lstrip("+") for key in written]
-    assert (code, [(one["key"], one["subject"] in ("actor", "policy")) for one in found]) == (
-        1,
-        [(key, True)],
-    )
+    subject = "ref" if ".ref." in key else "actor" if "actor" in key else "policy"
+    assert (code, [(one["key"], one["subject"]) for one in found]) == (1, [(key, subject)])
     (other,) = others[-1:] or [key]
     assert other in found[0]["message"] + found[0]["remedy"]
 
@@ -750,6 +770,64 @@ def test_one_mistake_is_one_problem_of_verls_megatron_engine(model: Path) -> Non
     assert (code, [one["key"] for one in plan["problems"]]) == (1, [key])
 
 
+@needs("skyrl")
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_skyrls_dtypes_of_a_model_that_the_job_does_not_build_are_noted(strategy: str) -> None:
+    base = (*SKYRL, f"trainer.strategy={strategy}", "trainer.algorithm.use_kl_loss=false")
+    half = "fsdp_config.mixed_precision.param_dtype"
+    words = (
+        f"trainer.critic.{half}=fp16",
+        f"trainer.ref.{half}=bf16",  # the default
+        "trainer.ref.megatron_config.optimizer_config_kwargs.exp_avg_dtype=bf16",
+        "trainer.ref.megatron_config.transformer_config_kwargs.params_dtype=bf16",
+    )
+    code, plan = planned("--parameters", "1B", "--", *base, *words)
+    notes = [one for one in plan["notes"] if "not built" in one]
+    assert (code, subjects(plan), len(notes)) == (0, ["policy"], 2)
+    assert ("use_kl_loss" in notes[0], "model.path is null" in notes[1]) == (True, True)
+    told = " ".join(notes)
+    assert [word in told for word in words] == [True, False, True, True]
+    _, plain = planned("--parameters", "1B", "--", *base)
+    assert not [one for one in plain["notes"] if "not built" in one]
+
+
+@needs("nemo_rl")
+def test_nemo_rls_dtypes_of_a_model_that_the_job_does_not_build_are_noted(model: Path) -> None:
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    words = ("python3", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
+    code, plan = planned("--parameters", "1B", "--", *words, "++value.precision=float16")
+    (note,) = [one for one in plan["notes"] if "not built" in one]
+    assert (code, subjects(plan)) == (0, ["policy"])
+    assert note.startswith(
+        "value: not built, as value.model_name is not set; without effect: value."
+    )
+    _, plain = planned("--parameters", "1B", "--", *words)
+    assert not [one for one in plain["notes"] if "not built" in one]
+
+
+@needs("skyrl")
+def test_settings_that_nothing_in_a_job_reads_are_noted() -> None:
+    settings = {"GRAD_BUCKET": "align", "OPTIMIZER_STATES": "follow-model", "GROWTH_INTERVAL": "7"}
+    settings["ROLLOUT"] = "follow"
+    front = [f"PRECISION_SHIM_{name}={value}" for name, value in settings.items()]
+    half = ["trainer.bf16=false"]
+    half += ["trainer.policy.megatron_config.transformer_config_kwargs.fp16=true"]
+    bare = "PRECISION_SHIM_FEATURES=-rollout-agreement"
+    for words, idle in (
+        (
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            {"GRAD_BUCKET", "OPTIMIZER_STATES", "GROWTH_INTERVAL"},
+        ),
+        ((*SKYRL, "trainer.strategy=megatron"), {"GROWTH_INTERVAL"}),
+        ((*SKYRL, "trainer.strategy=megatron", *half), set()),
+        ((bare, *SKYRL, "trainer.strategy=megatron"), {"GROWTH_INTERVAL", "ROLLOUT"}),
+    ):
+        code, plan = planned("--parameters", "1B", "--", *front, *words)
+        noted = [one for one in plan["notes"] if "has no effect on this job" in one]
+        told = {name for name in settings if any(f"_{name}=" in one for one in noted)}
+        assert (code, told, len(noted)) == (0, idle, len(idle)), words
+
+
 REWARDED = """
 env: {{reward_model: {{resources: {{gpus_per_node: 2, num_nodes: 3}}}}}}
 {data}
@@ -852,6 +930,11 @@ def test_torchtitan() -> None:
     words = ("torchrun", "--nproc-per-node=8", "-m", "torchtitan.train", "--module", "qwen3")
     code, plan = planned("--", *words, "--config", "qwen3_debugmodel")
     assert (code, plan["framework"], plan["world_size"]) == (0, "torchtitan", 8)
+    _, follows = planned(
+        "--", "PRECISION_SHIM_ROLLOUT=follow", *words, "--config", "qwen3_debugmodel"
+    )
+    (note,) = {*follows["notes"]} - {*plan["notes"]}  # the job has no rollout
+    assert note.startswith("PRECISION_SHIM_ROLLOUT=follow has no effect on this job")
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["data_parallel_size"] == 8
     assert part["components"]["exp_avg"]["dtypes"] == ["fp32"]
@@ -879,6 +962,26 @@ def test_what_a_config_prints_as_it_is_read_is_not_in_the_json(
     words = ("-m", "torchtitan.train", "--module", "talking", "--config", "llama3_debugmodel")
     code, _ = planned("--", "torchrun", "--nproc-per-node=8", *words)
     assert code == 0
+
+
+@needs("torchtitan")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.filterwarnings("ignore:The 'torch' module")  # Monarch's, which the import also makes
+def test_the_package_that_a_config_of_torchtitans_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "own_configs.py").write_text("import torchtitan_lacks_this\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rl = ("-m", "torchtitan.experiments.rl.train", "--module")
+    for words, missing in (
+        ((*rl, "alphabet_sort", "--config", "none"), "vllm"),
+        ((*rl, "own_configs", "--config", "mine"), "torchtitan_lacks_this"),
+    ):
+        said = refused("--", "python3", *words)
+        assert f"lacks a package here: No module named '{missing}'. Install" in said
+    assert "Cannot import module 'nowhere'" in refused(
+        "--", "python3", *rl, "nowhere", "--config", "x"
+    )
 
 
 @needs("torchtitan")

@@ -38,42 +38,47 @@ def train_config(*overrides: str) -> Any:
     )
 
 
-def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> Any:
-    """A real MegatronPolicyWorkerBase without its model; ``.cfg`` is its config.
+def megatron_worker(
+    checkpoint: Path, *overrides: str, config: Any = None, role: str = "policy"
+) -> Any:
+    """A real Megatron worker of SkyRL's without its model; ``.cfg`` is its config.
 
     Args:
         checkpoint: folder from ``make_checkpoint``.
         overrides: SkyRL's command line.
         config: a whole SkyRLTrainConfig instead of a command line.
+        role: ``"policy"`` or ``"ref"``.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
-    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as module
 
     from .cpu import make_worker
 
     if config is None:
         config = train_config("trainer.strategy=megatron", *overrides)
     config.trainer.policy.model.path = str(checkpoint)
-    config.trainer.policy.megatron_config.transformer_config_kwargs.update(
+    section = getattr(config.trainer, role)
+    section.megatron_config.transformer_config_kwargs.update(
         **CPU_TRANSFORMER,
         attention_backend="unfused",
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
     )
-    worker = make_worker(MegatronPolicyWorkerBase, config.trainer)
+    kind = getattr(module, f"Megatron{role.capitalize()}WorkerBase")
+    worker = make_worker(kind, config.trainer)
     # SkyRL's init_worker_process_group would also start Megatron's parallel state, again.
     worker.strategy = MegatronStrategy(
-        megatron_config=worker.cfg.policy.megatron_config,
-        optimizer_config=worker.cfg.policy.optimizer_config,
+        megatron_config=section.megatron_config,
+        optimizer_config=getattr(section, "optimizer_config", None),
         seed=worker.cfg.seed,
     )
     worker.strategy.world_size = 1
     return worker
 
 
-def build(checkpoint: Path, *overrides: str, config: Any = None) -> Any:
+def build(checkpoint: Path, *overrides: str, config: Any = None, role: str = "policy") -> Any:
     """A ``megatron_worker`` with the model, optimizer and scheduler of SkyRL's ``init_model``."""
-    worker = megatron_worker(checkpoint, *overrides, config=config)
+    worker = megatron_worker(checkpoint, *overrides, config=config, role=role)
     worker.init_model(str(checkpoint))
     return worker
 

@@ -134,6 +134,11 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
         {f"{_TRANSFORMER}.fp16": "true", "trainer.bf16": "false"},
         {f"{_TRANSFORMER}.fp16": "true", f"{_TRANSFORMER}.bf16": "false"},
         {f"{_TRANSFORMER}.bf16": "true", "trainer.bf16": "false"},
+        {f"{_TRANSFORMER}.params_dtype": "bf16"},
+        {f"{_TRANSFORMER}.params_dtype": "fp32"},
+        {f"{_TRANSFORMER}.params_dtype": "half"},
+        {f"{_TRANSFORMER}.params_dtype": "fp32", "trainer.bf16": "false"},
+        {f"{_TRANSFORMER}.params_dtype": "bf16", "trainer.bf16": "false"},
     ],
     ids=str,
 )

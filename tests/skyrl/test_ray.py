@@ -106,15 +106,17 @@ def report(self):
     ddp = self.cfg.policy.megatron_config.ddp_config
     # By the class that a seam names: a subclass may have a method of its own that calls it.
     own = {(kind.__module__, kind.__name__): kind for kind in type(self).__mro__}
-    of_the_worker = {}
+    of_the_worker, states = {}, {}
     for seam in skyrl["seams"]:
         module, _, path = seam["target"].partition(":")
         kind, _, name = path.rpartition(".")
+        if (module, kind) in own:
+            states[name] = seam["state"]
         if (module, kind) in own and seam["state"] == "wrapped":
             of_the_worker[path] = is_patched(own[module, kind], name)
     return {
         "of the worker": of_the_worker,
-        "states": {seam["target"].rpartition(".")[2]: seam["state"] for seam in skyrl["seams"]},
+        "states": states,
         "patched": {
             name: is_patched(type(self), name) for name in methods if hasattr(type(self), name)
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +49,23 @@ def key_of(role: str) -> str:
     return f"{place}.dtype" if LEGACY else f"{place}.mixed_precision.param_dtype"
 
 
+@cache
+def _compose(place: str, name: str, words: tuple[str, ...]) -> Any:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(place, version_base=None):
+        return compose(name, overrides=list(words), return_hydra_config=True)
+
+
 @contextmanager
 def composed(words: Sequence[str], directory: Path | None = None, name: str = "") -> Iterator[Any]:
     """The config of verl's entry point; within the block Hydra's own config is set."""
-    from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
     from verl.trainer import config as shipped
 
     place = str(directory or os.path.dirname(shipped.__file__))
-    with initialize_config_dir(place, version_base=None):
-        config = compose(name or "ppo_trainer", overrides=list(words), return_hydra_config=True)
+    config = copy.deepcopy(_compose(place, name or "ppo_trainer", tuple(words)))
     HydraConfig.instance().set_config(config)
     try:
         with open_dict(config):

@@ -238,6 +238,7 @@ def test_losses_and_norms_are_unscaled(fsdp_ranks: Ranks) -> None:
         assert reported == pytest.approx(by_hand, rel=2.0**-10)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
 @pytest.mark.parametrize("place", ["norm", "update"])
 def test_a_batch_after_an_exception_is_exact(fsdp_ranks: Ranks, place: str) -> None:
@@ -273,7 +274,9 @@ def test_verl_replaces_the_dtype_in_transformers_config(fsdp_ranks: Ranks, key: 
     assert one["dtypes"] == ["torch.float32"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", None])
+@pytest.mark.parametrize(
+    "dtype", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "fp32"))]
+)
 def test_other_dtypes_are_untouched(fsdp_ranks: Ranks, dtype: str | None) -> None:
     (off,) = fsdp_ranks("untouched", world=1, dtype=dtype, on=False)
     (on,) = fsdp_ranks("untouched", world=1, dtype=dtype, on=True)

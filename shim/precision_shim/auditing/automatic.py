@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import InconsistentPrecisionError
-from ..precision.effect import Written
+from ..precision.effect import CODE, Written, without_effect
 from ..process.session import current_settings
 from ..reporting import journal as _journal
 from ..reporting.record import Decision
 from . import files, latest
-from .audits import look
+from .audits import look, where_of
 from .readers import read_optimizers
 from .record import Audit, Finding
 from .rules import NO_MASTER
@@ -77,6 +77,32 @@ def watch(
     if stepped is not None and audit is not None and not audit.complete:
         handle = stepped.register_step_post_hook(watcher.after_step)
         latest.at_clear(handle.remove)
+
+
+def tell_without_effect(
+    framework: str, subject: str, wrote: Iterable[Written], held: Mapping[str, Collection[str]]
+) -> None:
+    """Tell the dtypes without effect that the user wrote for a model without an optimizer.
+
+    For ``held`` see ``effect.without_effect``.
+
+    Raises:
+        InconsistentPrecisionError: in strict mode.
+    """
+    where = where_of(framework, "")
+    found = (f"{one.message}. {one.remedy}" for one in without_effect(tuple(wrote), held))
+    said = [f"{subject}: {CODE}: {where}, {text}" for text in found]
+    _raise_if_strict(said)
+    for text in said:
+        _journal.warn(text, stacklevel=None)
+
+
+def _raise_if_strict(wrong: Sequence[str]) -> None:
+    if wrong and current_settings().strict:
+        raise InconsistentPrecisionError(
+            f"{' '.join(wrong)} (precision_shim's audit under strict; take it away with "
+            "PRECISION_SHIM_FEATURES=-audit)"
+        )
 
 
 class _Watcher(latest.Watched):
@@ -174,17 +200,13 @@ class _Watcher(latest.Watched):
             _journal.announce(f"{audit.whose}: {lost.brief(figures)}")
 
     def _judge(self, audit: Audit) -> None:
-        if current_settings().strict:
-            wrong = [
+        _raise_if_strict(
+            [
                 problem.message
                 for problem in audit.problems
                 if problem.code != NO_MASTER and not (self.by_user and self.by_user(problem))
             ]
-            if wrong:
-                raise InconsistentPrecisionError(
-                    f"{' '.join(wrong)} (precision_shim's audit under strict; take it away with "
-                    "PRECISION_SHIM_FEATURES=-audit)"
-                )
+        )
         for problem in audit.problems:
             code, message = problem.code, problem.message
             if code == NO_MASTER:

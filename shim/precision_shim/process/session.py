@@ -106,7 +106,9 @@ class _Session:
 
     def _tell_without_effect(self, adapter: Adapter) -> None:
         features = {seam.feature for seam in adapter.seams}
-        in_force = features & set(self.settings.features)
+        # Whether the settings of the other features do anything depends on a job: the plan says it.
+        others = {*_settings.FEATURES} - {_settings.AGREEMENT}
+        in_force = features & set(self.settings.features) | others
         for row in _settings.without_effect(self.settings, in_force):
             off = row.feature in features
             because = f"{row.feature} is off" if off else f"the shim has no {row.feature} for it"

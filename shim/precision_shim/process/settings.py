@@ -26,6 +26,7 @@ FEATURES = (
     "audit",
 )
 """Names of the features, in the order in which status and documentation show them."""
+_, _DISPATCH, _ALIGNMENT, _SCALING, AGREEMENT, _ = FEATURES
 
 
 def _choice(*allowed: str) -> Callable[[str, object], str]:
@@ -101,7 +102,7 @@ class Setting:
 
     Attributes:
         parse: converts a value, or raises a ``SettingsError``.
-        feature: the one feature that reads the setting; empty if every framework uses the setting.
+        feature: the feature that reads the setting; empty if every job uses the setting.
     """
 
     name: str
@@ -118,14 +119,16 @@ class Setting:
 TABLE: Mapping[str, Setting] = {
     row.name: row
     for row in (
-        Setting("optimizer_states", "auto", _choice("auto", "follow-model", "as-configured")),
-        Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
-        Setting("rollout", "tell", _choice("tell", "follow"), "rollout-agreement"),
-        Setting("head", "as-configured", _choice("as-configured", "fp32"), "rollout-agreement"),
-        Setting("loss_scale_init", 65536.0, _number(0.0, _LARGEST)),
-        Setting("growth_interval", 400, _whole(1)),
-        Setting("growth_factor", 2.0, _number(1.0)),
-        Setting("backoff_factor", 0.5, _number(0.0, 1.0)),
+        Setting(
+            "optimizer_states", "auto", _choice("auto", "follow-model", "as-configured"), _DISPATCH
+        ),
+        Setting("grad_bucket", "unless-set", _choice("unless-set", "align"), _ALIGNMENT),
+        Setting("rollout", "tell", _choice("tell", "follow"), AGREEMENT),
+        Setting("head", "as-configured", _choice("as-configured", "fp32"), AGREEMENT),
+        Setting("loss_scale_init", 65536.0, _number(0.0, _LARGEST), _SCALING),
+        Setting("growth_interval", 400, _whole(1), _SCALING),
+        Setting("growth_factor", 2.0, _number(1.0), _SCALING),
+        Setting("backoff_factor", 0.5, _number(0.0, 1.0), _SCALING),
         Setting("audit_dir", "", _directory),
         Setting("watch_updates", 0, _whole(0)),
         Setting("log", "info", _choice("quiet", "info", "debug")),
@@ -166,7 +169,7 @@ class Settings:
 
 
 def without_effect(settings: Settings, features: Collection[str]) -> list[Setting]:
-    """Return the user's settings that none of the features in force for a framework reads."""
+    """Return the user's settings that none of ``features``, those in force, reads."""
     return [
         row
         for row in TABLE.values()

@@ -206,10 +206,11 @@ def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
 
 def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace each old value in ``gone`` by its new value, in all modules."""
+    kinds = {type(before) for before, _ in gone.values()}
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Most modules contain no old value, and comparing ids is 20 times faster than the loop.
-        if gone.keys().isdisjoint(map(id, list(names.values()))):
+        # Most modules contain no value of these types, and comparing types is the fastest check.
+        if kinds.isdisjoint(map(type, list(names.values()))):
             continue
         for name, value in list(names.items()):
             if id(value) in gone and gone[id(value)][0] is value:

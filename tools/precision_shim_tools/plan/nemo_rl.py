@@ -35,7 +35,7 @@ from .record import Decided
 from .request import Plannable, Request, read_models
 from .rollout import predict_sides
 from .torch_optimizer import ShardedModel, learning_rate, scaling
-from .values import no_adapters, number_of, said, section_of
+from .values import no_adapters, not_built, number_of, said, section_of
 
 _ROLES = ("policy", "value", "teacher")
 _CHECKS = (
@@ -63,6 +63,10 @@ def plan_job(job: Job) -> Request:
         )
     world = _gpus(config)
     problems, notes = _both_sides(job, config)
+    for key in _ROLES[1:]:
+        section = _of(config, key)
+        if not section.get("model_name"):
+            notes += not_built(key, f"{key}.model_name is not set", dtensor.written(section, key))
     models = read_models(_models(job, config, world), problems)
     return Request(
         FRAMEWORK,
@@ -72,6 +76,7 @@ def plan_job(job: Job) -> Request:
         megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=(*notes, *tell_unresolved(unresolved)),
+        rollout=bool(_of(config["policy"], "policy.generation")),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError
+from precision_shim.process import settings as _settings
 from precision_shim.reporting.problem import Problem
 
 from .record import JobPlan, ModelPlan
@@ -85,6 +86,7 @@ class Request:
         megatron: whether Megatron trains a model of the job.
         problems: illegal config values of the whole job; each model has its own list.
         notes: remarks for the user.
+        rollout: whether the job has a rollout.
     """
 
     framework: str
@@ -94,6 +96,7 @@ class Request:
     megatron: bool = False
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    rollout: bool = True
 
 
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
@@ -114,6 +117,18 @@ def _without_effect(plannable: Plannable, model: ModelPlan, where: str) -> Itera
         yield Problem(CODE, model.subject, fault.written.key, message, fault.remedy)
 
 
+def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list[str]:
+    """Return notes on the shim's settings that nothing in the job reads."""
+    acting = {decision.feature for model in models for decision in model.decisions}
+    if rollout:
+        acting |= {_settings.AGREEMENT} & {*job.settings.features}
+    return [
+        f"{row.variable}={job.settings[row.name]} has no effect on this job, in which "
+        f"{row.feature} has nothing to do"
+        for row in _settings.without_effect(job.settings, acting)
+    ]
+
+
 def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     """Plan all models of a job."""
     problems = list(request.problems)
@@ -131,6 +146,8 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     # The rollout's check and the model's reader refuse the same value of the same key.
     problems = list({(one.key, one.message): one for one in problems}.values())
     notes = [*request.notes, NOT_COUNTED]
+    if len(models) == len(request.models) and not job.off:
+        notes[-1:-1] = _settings_without_effect(job, request.rollout, models)
     if request.megatron and rules.transformer_engine is None:
         notes.insert(
             -1,

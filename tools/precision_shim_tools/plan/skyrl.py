@@ -36,7 +36,7 @@ from .request import Plannable, Request, read_models
 from .rollout import predict_sides
 from .shapes import Model
 from .torch_optimizer import ShardedModel, scaling
-from .values import no_adapters, no_section, number, said
+from .values import no_adapters, no_section, not_built, number, said
 
 _NO_TRAINER = ("main_generate", "serve")
 """Suffixes in the names of SkyRL's entry points that train no model."""
@@ -58,6 +58,8 @@ def plan_job(job: Job) -> Request:
         problems, notes = _sides(job, config)
     if unread:
         notes.append(f"not read, as SkyRL has no such keys: {', '.join(unread)} (of {job.target})")
+    for role, because in _absent(trainer).items():
+        notes += not_built(role, because, dtype_keys.not_read_by_megatron(trainer, role))
     models = read_models(_models(job, trainer, world), problems)
     return Request(
         "skyrl",
@@ -67,6 +69,7 @@ def plan_job(job: Job) -> Request:
         megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=tuple(notes),
+        rollout=not _tunes(job),
     )
 
 
@@ -170,8 +173,8 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
             f"{_where()}, trainer.strategy={strategy!r}: planned are megatron, fsdp and fsdp2. "
             "Write one of them."
         )
-    exists = {"ref": dtypes.has_reference(trainer), "critic": trainer.critic.model.path}
-    for role in ("policy", *(role for role, there in exists.items() if there)):
+    absent = _absent(trainer)
+    for role in (role for role in ("policy", "ref", "critic") if role not in absent):
         section = getattr(trainer, role)
         rank = getattr(getattr(section.model, "lora", None), "rank", 0)
         if role != "ref" and rank:
@@ -183,6 +186,16 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
         gpus = world if shares else _count(trainer.placement, role)
         read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
         yield role, partial(read, job, trainer, role, model, gpus)
+
+
+def _absent(trainer: Any) -> dict[str, str]:
+    """Map each model that the job does not build to the reason."""
+    found = {}
+    if not dtypes.has_reference(trainer):
+        found["ref"] = "trainer.algorithm has neither use_kl_loss nor use_kl_in_reward"
+    if not trainer.critic.model.path:
+        found["critic"] = "trainer.critic.model.path is null"
+    return found
 
 
 def _count(place: Any, role: str) -> int:
@@ -231,6 +244,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         layers=layers,
         layers_key=f"{key}.transformer_config_kwargs.{{}}",
         gathers=any(getattr(ddp_config, name, False) for name in GATHERS),
+        unread=() if requested.trains else tuple(dtype_keys.not_read_by_megatron(trainer, role)),
     )
 
 
@@ -284,10 +298,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
-        wrote=(
-            *dtype_keys.written(config, f"{key}.fsdp_config"),
-            *dtype_keys.not_read_by_fsdp(trainer, role),
-        ),
+        wrote=tuple(dtype_keys.of_fsdp(trainer, role)),
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "context": f"{key}.sequence_parallel_size",

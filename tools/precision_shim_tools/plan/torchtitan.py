@@ -6,6 +6,7 @@ torchtitan models train on FSDP2 with torch's optimizers.
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
@@ -92,6 +94,7 @@ def plan_job(job: Job) -> Request:
         tuple(models),
         problems=tuple(wrong),
         notes=tuple(notes),
+        rollout=trainer is not config,
     )
 
 
@@ -118,21 +121,33 @@ def load(job: Job, *, own: bool = False) -> Any:
     Raises:
         PlanError: torchtitan cannot load the config.
     """
-    said = io.StringIO()
+    said, missed = io.StringIO(), list[ImportError]()
+
+    def import_module(name: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            if not f"{name}.".startswith(f"{error.name}."):  # ``name`` imports what is missing
+                missed.append(error)
+            raise
+
     # Accept every spelling of a dtype, as names.parse_args does in the job.
     spellings = any_name if job.in_force(COERCION, NAMES) and not own else nullcontext
     try:
-        from torchtitan.config import ConfigManager
+        from torchtitan.config import ConfigManager, manager
 
-        with redirect_stderr(said), spellings():
+        # torchtitan tries several modules, and does not say why it cannot import one.
+        tries = mock.patch.object(manager, "importlib", mock.Mock(import_module=import_module))
+        with redirect_stderr(said), spellings(), tries:
             return ConfigManager().parse_args(list(job.arguments))
     except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong argument
         ended = isinstance(error, SystemExit)
-        text = one_line(_FRAME.sub(" ", said.getvalue() if ended else str(error)))
+        cause = missed[0] if missed and not ended else error
+        text = one_line(_FRAME.sub(" ", said.getvalue() if ended else str(cause)))
         raise PlanError(
-            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text}. Correct "
+            f"{_where()}, {' '.join(job.arguments)}: {type(cause).__name__}: {text}. Correct "
             "the arguments."
-        ) from error
+        ) from cause
 
 
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:

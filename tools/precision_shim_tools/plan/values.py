@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precision_shim.errors import PlanError
@@ -76,6 +76,12 @@ def said(error: BaseException) -> str:
 def one_line(text: str) -> str:
     """Return a text on one line, cut after a word if it is longer than 1000 characters."""
     return textwrap.shorten(text, 1000, placeholder=" ...")
+
+
+def not_built(subject: str, because: str, wrote: Iterable[object]) -> list[str]:
+    """Return a note on the dtypes (``Written``) of a model that the job does not build, if any."""
+    keys = ", ".join(dict.fromkeys(map(str, wrote)))
+    return [f"{subject}: not built, as {because}; without effect: {keys}"] if keys else []
 
 
 def no_adapters(where: str, without: str) -> PlanError:

@@ -153,7 +153,7 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
 
     ``sharded``: whether a DTensor worker trains the model, and not Megatron.
     """
-    if sharded:
+    if sharded and config.get("precision") is not None:
         yield Written(f"{name}.precision", config["precision"], COMPUTES)
     loaded = (config.get("hf_config_overrides") or {}).get("dtype")
     if loaded is not None:

@@ -6,15 +6,16 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing import meters
-from precision_shim.auditing.automatic import watch
+from precision_shim.auditing.automatic import tell_without_effect, watch
 from precision_shim.auditing.weight_audit import is_wanted, tell_asked
 
 from ...torch_fp16 import ScaledTraining
 from ..rollout.dtypes import asked_of, way_of_weights
-from ..training.dtype_keys import written
+from ..training.dtype_keys import of_fsdp
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
 
+_FSDP = "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker"
 _LOST: dict[str, Any] = {
     "feature": "audit",
     "group": "metrics",
@@ -24,29 +25,34 @@ _LOST: dict[str, Any] = {
 
 
 @seam(
-    "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
-    "audit",
+    feature="audit",
+    at=[f"{_FSDP}:FSDP{role}WorkerBase.init_model" for role in ("Policy", "Critic", "Ref")],
     group="fsdp",
-    why="makes the optimizer of policy and critic",
+    why="model, optimizer and the trainer's config stand together for the first time",
     delete_when="SkyRL says which precision its optimizers have",
-    relies_on=("AdamW",),
+    relies_on=("strategy", "prepare", "fsdp_config", "model", "cfg"),
 )
-def train_model(call: Call) -> Any:
-    """Audit the optimizer of a policy or a critic on FSDP."""
-    model, optimizer, scheduler = call.proceed()
-    strategy = call.instance
-    if optimizer is not None:
-        subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
+def look_at_worker(call: Call) -> Any:
+    """Audit the optimizer of a worker on FSDP; of a reference model, tell keys without effect."""
+    result = call.proceed()
+    worker = call.instance
+    config, strategy = worker.strategy.fsdp_config, worker.strategy
+    others = (one for one in ("critic", "ref") if getattr(worker.cfg, one).fsdp_config is config)
+    role = next(others, "policy")
+    wrote = of_fsdp(worker.cfg, role)
+    if getattr(worker, "optimizer", None) is None:
+        tell_without_effect("skyrl", role, wrote, {})
+    else:
         watch(
             "skyrl",
-            subject,
-            optimizer,
-            model=model,
+            role,
+            worker.optimizer,
+            model=worker.model,
             scaler=lambda: getattr(ScaledTraining.of(strategy), "scaler", None),
             mend="bf16=False of SkyRL's model",
-            wrote=written(strategy.fsdp_config),
+            wrote=wrote,
         )
-    return model, optimizer, scheduler
+    return result
 
 
 @seam(

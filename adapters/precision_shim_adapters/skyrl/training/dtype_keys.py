@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 
 from ...megatron.policy.requested import SETS
 from ...torch_fp16.names import own_dtype
+from ..config import BUCKET, KWARGS, written_bucket
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 """The keys of ``mixed_precision`` that SkyRL reads, and SkyRL's default dtypes for them."""
@@ -38,7 +39,7 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
     }
 
 
-def written(config: Any, section: str = "fsdp_config") -> Iterator[Written]:
+def _written(config: Any, section: str) -> Iterator[Written]:
     """Yield the dtype keys of ``fsdp_config``, whose key is ``section``; SkyRL reads no others."""
     mixed = getattr(config, "mixed_precision", None)
     for key, value in vars(mixed).items() if mixed is not None else ():
@@ -49,48 +50,53 @@ def written(config: Any, section: str = "fsdp_config") -> Iterator[Written]:
 def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
     """Yield the dtype keys of a model on Megatron that have no effect, or not on every version.
 
-    These are the keys of ``fsdp_config`` that differ from the defaults, and in the model's kwargs
-    the fp16 flag and fields of the optimizer.
+    These are the keys of ``fsdp_config`` that differ from the defaults, in the model's kwargs its
+    own dtype and fields of the optimizer, and a reference model's keys for optimizer and bucket.
     """
     model, section = f"trainer.{role}.megatron_config", f"trainer.{role}.fsdp_config"
-    in_fp16 = f"trainer.bf16=false and {model}.transformer_config_kwargs.fp16=true"
     meant: dict[torch.dtype | None, str] = {
-        torch.float16: in_fp16,
+        torch.float16: f"trainer.bf16=false and {model}.{_MODEL}.fp16=true",
         torch.float32: "trainer.bf16=false",
+        torch.bfloat16: "trainer.bf16=true",
     }
-    for one in written(getattr(trainer, role).fsdp_config, section):
+    for one in _written(getattr(trainer, role).fsdp_config, section):
         key, dtype = one.key.rpartition(".")[2], parse_dtype(str(one.value))
         if dtype is not MIXED.get(key):
             needs = meant.get(dtype, "") if key == "param_dtype" else ""
             sets = "params" if key == "param_dtype" else ""
             yield replace(one, sets=sets, needs=needs)
-    # From SkyRL 0.4 on, trainer.bf16=true wins over the flag.
-    for key, value in _dtypes(trainer, role, "transformer_config_kwargs", ("fp16",)):
-        yield Written(key, value, "params", "trainer.bf16=false", means="fp16")
-    for key, value in _dtypes(trainer, role, "transformer_config_kwargs", _OF_OPTIMIZER):
-        needs = f"{model}.optimizer_config_kwargs.{key.rpartition('.')[2]}={value}"
-        yield Written(key, value, needs=needs)
+    for place, name, value in _of_megatron(trainer, role):
+        key, dtype = f"{model}.{place}.{name}", parse_dtype(str(value))
+        if place != _MODEL:
+            if role == "ref":  # which has neither an optimizer nor gradients
+                yield Written(key, value)
+        elif name == "fp16":  # from SkyRL 0.4 on, trainer.bf16 wins over it
+            yield Written(key, value, "params", "trainer.bf16=false", means="fp16")
+        elif name == "params_dtype":  # likewise; before 0.4, true wins over it
+            yield Written(key, value, "params", meant.get(dtype, ""))
+        elif name in SETS and dtype is not torch.float32:
+            needs = f"{model}.{KWARGS}.{name}={value}"
+            yield Written(key, value, needs="" if role == "ref" else needs)
 
 
-def not_read_by_fsdp(trainer: Any, role: str) -> Iterator[Written]:
-    """Yield the dtype keys that a model on FSDP has for Megatron."""
-    fields = {
-        "transformer_config_kwargs": {*_OF_OPTIMIZER, "fp16"},
-        "optimizer_config_kwargs": SETS,
-    }
-    for kwargs, names in fields.items():
-        for key, value in _dtypes(trainer, role, kwargs, names):
+def of_fsdp(trainer: Any, role: str) -> Iterator[Written]:
+    """Yield the dtype keys of a model on FSDP, and its keys for Megatron, without the defaults."""
+    yield from _written(getattr(trainer, role).fsdp_config, f"trainer.{role}.fsdp_config")
+    for place, name, value in _of_megatron(trainer, role):
+        if parse_dtype(str(value)) is not torch.float32:
+            key = f"trainer.{role}.megatron_config.{place}.{name}"
             yield Written(key, value, needs="trainer.strategy=megatron")
 
 
-_OF_OPTIMIZER = {*SETS} - {"params_dtype"}
+_MODEL = "transformer_config_kwargs"
 
 
-def _dtypes(
-    trainer: Any, role: str, kwargs: str, names: Collection[str]
-) -> Iterator[tuple[str, object]]:
-    """Yield key and value of the dtypes in kwargs for Megatron, without fp32, the default."""
+def _of_megatron(trainer: Any, role: str) -> Iterator[tuple[str, str, object]]:
+    """Yield section, name and value of the dtype keys in ``megatron_config``."""
     config = getattr(getattr(trainer, role), "megatron_config", None)
-    for name, value in (getattr(config, kwargs, None) or {}).items():
-        if name in names and value and parse_dtype(str(value)) is not torch.float32:
-            yield f"trainer.{role}.megatron_config.{kwargs}.{name}", value
+    for place in (_MODEL, KWARGS):
+        for name, value in (getattr(config, place, None) or {}).items():
+            if value and name in (*SETS, "fp16", "pipeline_dtype"):
+                yield place, name, value
+    if written_bucket(getattr(config, "ddp_config", None)) is False:
+        yield "ddp_config", BUCKET, False

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, Symbol, decide, in_force, look, seam, versioned, warn
-from precision_shim.precision.dtypes import CANONICAL, name_of
+from precision_shim.auditing.automatic import tell_without_effect
+from precision_shim.precision.dtypes import CANONICAL, name_of, parse_dtype
 from precision_shim.precision.names import ALIASES
 
 from ... import megatron
@@ -203,8 +204,11 @@ def worker_build(call: Call) -> Any:
     relies_on=("provide_distributed_model", "pipeline_dtype", "provider", "cfg"),
     **_HERE,
 )
-def module_build(call: Call, ddp_config: Any) -> Any:
-    """Record that a model is being built, even if code other than ``init_model`` builds it."""
+def module_build(call: Call, ddp_config: Any, wrap_with_ddp: Any = True) -> Any:
+    """Record that a model is being built, even if code other than ``init_model`` builds it.
+
+    Of a reference model, whose optimizer no audit can read, tell the dtype keys without effect.
+    """
     worker = call.instance
     provider = worker.provider
     # SkyRL sets pipeline_dtype to bf16 or fp32, but fp16 pipeline stages exchange fp16.
@@ -214,7 +218,12 @@ def module_build(call: Call, ddp_config: Any) -> Any:
     if provider.fp16 and wrong and any(in_force("skyrl", name, GROUP) for name in features):
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
-        return call.proceed()
+        chunks = call.proceed()
+    if not wrap_with_ddp and in_force("skyrl", "audit", GROUP):
+        role, parameters = _role(worker), (one for chunk in chunks for one in chunk.parameters())
+        held = {"params": {name_of(one.dtype) for one in parameters}}
+        tell_without_effect("skyrl", role, not_read_by_megatron(worker.cfg, role), held)
+    return chunks
 
 
 _flag: ContextVar[Any] = ContextVar("precision_shim_skyrl_flag", default=None)
@@ -335,4 +344,6 @@ def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool
     if obeyed:
         _obey(provider, bool(trainer.bf16))
     vars(provider).update({key: written[key] for key in ("fp16", "bf16") if key in written})
+    own = parse_dtype(str(written.get("params_dtype")))
+    provider.params_dtype = own or provider.params_dtype
     return provider

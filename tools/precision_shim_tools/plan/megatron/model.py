@@ -72,6 +72,7 @@ class MegatronModel:
         layers: fields of Megatron's TransformerConfig that the user wrote.
         layers_key: the config's key of such a field; ``{}`` stands for the field.
         gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
+        unread: dtype keys of a model without an optimizer that may have no effect.
     """
 
     requested: megatron.RequestedConfig
@@ -92,6 +93,7 @@ class MegatronModel:
     layers: Mapping[str, Any] = field(default_factory=dict)
     layers_key: str = "{}"
     gathers: bool = False
+    unread: Sequence[Written] = ()
 
     @property
     def subject(self) -> str:
@@ -106,7 +108,7 @@ class MegatronModel:
     @property
     def wrote(self) -> Sequence[Written]:
         """See ``Plannable``."""
-        return self.requested.written(self.key, self.bucket_key)
+        return (*self.requested.written(self.key, self.bucket_key), *self.unread)
 
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""

@@ -84,6 +84,7 @@ def plan_job(job: Job) -> Request:
         megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=(*notes, *tell_unresolved(unresolved)),
+        rollout=_SHARED in config,
     )
 
 
