@@ -63,7 +63,8 @@ def plan_job(job: Job) -> Request:
         every = list(_of_ppo(config))
         found = [one for one, unbuilt in every if not unbuilt]
         problems, notes = _both_sides(job, config)
-        notes += [note for one in every for note in sections.tell_idle(*one)]
+        for one, unbuilt in every:
+            notes += sections.tell_not_built(one, unbuilt) if unbuilt else ()
     elif "engine" in config and "optim" in config:
         gpus = _gpus(config)
         if job.processes is not None:  # torchrun starts the job

@@ -24,7 +24,7 @@ from precision_shim_adapters.verl.training import automodel, engines, fsdp, torc
 from precision_shim_adapters.verl.training.megatron import has_fields
 
 from ..record import unknown_keys
-from ..values import number_of, section_of
+from ..values import not_built, number_of, section_of
 
 _MODULES = ("engine", "optimizer", "actor", "critic")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
@@ -119,17 +119,13 @@ def overridden(section: Section) -> Iterator[Written]:
             yield Written(f"{place}.{name}", config[name], "params")
 
 
-def tell_idle(section: Section, unbuilt: str) -> Iterator[str]:
-    """Yield a note on the dtypes that the user wrote for a model that the job does not build.
-
-    ``unbuilt`` says why, and is empty for a model that is built.
-    """
-    keys = list(map(str, fsdp.written(section.engine, section.strategy, section.engine_key)))
+def tell_not_built(section: Section, because: str) -> list[str]:
+    """Return a note on the dtypes that the user wrote for a model; see ``not_built``."""
+    wrote = list(map(str, fsdp.written(section.engine, section.strategy, section.engine_key)))
     for key, value in fsdp.values_of(section.optim):
         if key.endswith("_dtype") and value not in (None, "fp32"):
-            keys.append(f"{section.optim_key}.{key}={value}")
-    if unbuilt and keys:
-        yield f"{section.subject}: not built, as {unbuilt}; without effect: {', '.join(keys)}"
+            wrote.append(f"{section.optim_key}.{key}={value}")
+    return not_built(section.subject, because, wrote)
 
 
 @dataclass(frozen=True)
