@@ -236,6 +236,16 @@ def test_one_worker_says_whether_the_engines_agree(two_ranks: Any) -> None:
         assert sum(one.startswith(same) for one in rank["on"]["decisions"]) == times
 
 
+@pytest.mark.skipif(Version("0.8") <= VERL, reason="verl 0.8 has no legacy workers")
+def test_a_worker_of_the_engine_is_not_compared_as_a_legacy_one(launch: Ranks) -> None:
+    """Only legacy workers compute in ``fsdp_config.dtype``; 0.7.1's engine autocasts to bf16."""
+    legacy = on("float16", key="actor.fsdp_config.dtype")
+    (found,) = launch("stream", world=1, legacy=legacy)
+    same = "verl rollout: rollout-agreement: bf16, as the actor"
+    assert sum(one.startswith(same) for one in found["legacy"]["decisions"]) == 1
+    assert found["legacy"]["compared"] == []
+
+
 def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
     """The metric follows the rollout's dtype; the trainer computes in fp16 in each of the jobs."""
     jobs = {name: {"dtype": name} for name in ("float16", "bfloat16", "float32")}
