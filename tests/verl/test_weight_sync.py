@@ -325,8 +325,11 @@ def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:
 
 @pytest.mark.skipif(Version("0.8") <= VERL, reason="verl 0.8 has no legacy workers")
 def test_the_audit_looks_at_what_a_legacy_worker_sends(launch: Ranks, tmp_path: Path) -> None:
-    for rank in launch("audited_legacy", one={"folder": str(tmp_path), "dtype": "float16"}):
+    same = "verl rollout: rollout-agreement: fp16, as the actor"
+    ranks = launch("audited_legacy", one={"folder": str(tmp_path), "dtype": "float16"})
+    for rank, times in zip(ranks, (1, 0), strict=True):
         done = rank["one"]
+        assert sum(one.startswith(same) for one in done["decisions"]) == times
         assert done["adapter"] == "ServerAdapter"
         (half,) = done["halves"]
         sent = half["sent"]["weights"]
