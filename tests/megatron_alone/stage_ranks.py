@@ -16,6 +16,7 @@ from precision_shim_tools.testing import (
     stand_in_transformer_engine,
 )
 
+from ..every_framework.shim_warnings import ours
 from ..processes.rank_server import Launch, look_ahead
 from .training import Trainer, fp16
 
@@ -41,7 +42,7 @@ def run(launch: Launch) -> Any:
             frameworks="megatron", features="fp16-scaling", strict=True, export=False
         )
         try:
-            return {"fsdp": fsdp, "tensors": tensors}[launch.case](launch)
+            return {"fsdp": fsdp, "tensors": tensors, "unscaled": unscaled}[launch.case](launch)
         finally:
             precision_shim.uninstall()
 
@@ -85,3 +86,12 @@ def tensors(launch: Launch) -> dict[str, Any]:
         report["moved"].append(not all(map(torch.equal, before, trainer.parameters())))
         report["metrics"].append(metrics(trainer.optimizer))
     return report
+
+
+def unscaled(launch: Launch) -> list[str]:
+    """Warnings of a step whose loss is not scaled; each stage has a whole model of its own."""
+    trainer = Trainer.of(fp16())
+    trainer.backward(0, scaled=False)
+    with ours() as told:
+        trainer.optimizer.prepare_grads()
+    return told

@@ -92,6 +92,13 @@ def test_the_router_takes_the_names_that_megatron_reads(on: On, one_process: Any
         transformer(params_dtype="fp8")
 
 
+def test_megatrons_own_checks_of_a_config_still_run(on: On, one_process: Any) -> None:
+    on()
+    transformer, *_ = makers()
+    with pytest.raises(ValueError, match="sequence parallelism"):
+        transformer(sequence_parallel=True)
+
+
 def logits(chunks: list[Any]) -> set[torch.dtype]:
     """The dtypes in which the routers of a model compute."""
     from megatron.core.transformer.moe.router import Router

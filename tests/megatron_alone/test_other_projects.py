@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 import precision_shim
+from precision_shim.process.registry import entries, load
+from precision_shim.process.session import current_settings
 from precision_shim_adapters.megatron import adapter
+from precision_shim_tools.predicted import predict_seams
 
 from ..every_framework.taken_out import namespaces
 from .training import Trainer, fp16
@@ -45,8 +48,10 @@ def test_another_projects_package_is_left_alone(
     importlib.import_module(name)
     try:
         status = precision_shim.status()
+        predicted = predict_seams(load(entries()[framework]), current_settings())
     finally:
         del sys.modules[name]
+    assert {seam.state for seam in predicted} <= {"absent"}
     assert status.frameworks[framework].state == "absent"
     if not strict:  # strict mode adds guards where optimizers are built; they pass the call on
         assert namespaces(adapter.SEAMS) == before

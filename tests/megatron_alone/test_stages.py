@@ -21,6 +21,14 @@ def test_megatron_fsdp(launch: Ranks) -> None:
     assert launch("fsdp", parallel={"pipeline_model_parallel_size": 2}) == [False, False]
 
 
+def test_an_unscaled_loss_is_told_on_the_last_stage(launch: Ranks) -> None:
+    """The other stages have no loss; the last has it in its last virtual stage."""
+    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    first, (told,) = launch("unscaled", parallel=stages)
+    assert first == []
+    assert "the loss was not scaled in this step" in told
+
+
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "not distributed"])
 def test_an_overflow_in_one_part_of_a_tensor(launch: Ranks, distributed: bool) -> None:
     """Only one of two tensor-parallel ranks has the overflow; both skip, and lower the scale."""

@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from precision_shim.process.registry import entries, load
+from precision_shim.process.settings import resolve
+from precision_shim.seams._source import looking_at
 from precision_shim_adapters.nemo_rl.training.megatron import read_requested
+from precision_shim_adapters.nemo_rl.training.workers import POLICIES, VALUE
+from precision_shim_tools.predicted import predict_seams
 
 from ..every_framework import contract
 from ..every_framework.checkouts import Told
 from ..every_framework.checkpoint_doctor import hold_groups
+from ..every_framework.mutants import Sources
 from ..every_framework.newest import on_the_newest
 from ..every_framework.requested_configs import Case
 from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
@@ -53,6 +59,14 @@ class TestRelease(contract.Release):
         told = Told("nemo-rl", [str(tmp_path), *(path for path in sys.path if path)])
         assert told.version.split(".")[1] == "99"
         assert "not among the tested versions" in told.reason
+
+    def test_without_megatron_workers_their_metrics_are_absent_and_not_refused(self) -> None:
+        sources = Sources()
+        sources.changed = dict.fromkeys((*POLICIES, VALUE))
+        with looking_at(sources.find):
+            seams = predict_seams(load(entries()["nemo-rl"]), resolve(environ={}))
+        metrics = [one for one in seams if one.group == "megatron metrics"]
+        assert {one.state for one in metrics} == {"absent"}
 
 
 class TestWorker(contract.Worker):

@@ -111,6 +111,20 @@ def test_a_version_that_nobody_tells_is_the_recorded_one_that_is_equal(digests, 
     assert (missed("toy.m:a"), missed("toy.m:c")) == told
 
 
+@pytest.mark.parametrize(
+    ("digest", "told"), [("1", ""), ("2", "toy 0.9.0 is not what was recorded: 1 symbol")]
+)
+def test_a_recorded_version_with_other_code_is_told_where_it_is_compared(digest, told, monkeypatch):
+    monkeypatch.setattr(_symbols, "shipped", lambda: made(("0.9.0", {"toy.m:a": "1"})))
+    monkeypatch.setattr(_symbols, "digest", lambda target: digest)
+    seam = Seam("toy.m:a", "audit", lambda call: None, why="a test")
+    adapter = Adapter("toy", "toy", ("toy",), ("0.9.0",), (seam,))
+    assert _symbols.judge_version(adapter, "0.9.0") == (True, "")
+    tested, reason = _symbols.judge_version(adapter, "0.9.0", closely=True)
+    assert tested
+    assert reason[: len(told) or None] == told
+
+
 @pytest.mark.parametrize("text", ["[]", "{", "1"])
 def test_a_file_that_is_no_record_is_an_error(text, tmp_path):
     (tmp_path / "symbols.json").write_text(text)

@@ -545,10 +545,12 @@ def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
         adapter.server_handle = SimpleNamespace(clear_kv_cache=SimpleNamespace(remote=nothing))
         trained(one.module)
         asyncio.run(one.worker.rollout_mode())
+        decisions = [str(each) for each in precision_shim.status().decisions]
         precision_shim.uninstall()
     found = [each for _, each in sent_weights.read(folder) if each.rank == dist.get_rank()]
     return {
         "adapter": type(adapter).__qualname__,
+        "decisions": decisions,
         "halves": [dataclasses.asdict(each) for each in found],
         "elements": sum(each.numel() for each in sent.values()),
         "dtypes": sorted({name_of(each.dtype) for each in sent.values()}),

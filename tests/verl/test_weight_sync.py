@@ -236,6 +236,16 @@ def test_one_worker_says_whether_the_engines_agree(two_ranks: Any) -> None:
         assert sum(one.startswith(same) for one in rank["on"]["decisions"]) == times
 
 
+@pytest.mark.skipif(Version("0.8") <= VERL, reason="verl 0.8 has no legacy workers")
+def test_a_worker_of_the_engine_is_not_compared_as_a_legacy_one(launch: Ranks) -> None:
+    """Only legacy workers compute in ``fsdp_config.dtype``; 0.7.1's engine autocasts to bf16."""
+    legacy = on("float16", key="actor.fsdp_config.dtype")
+    (found,) = launch("stream", world=1, legacy=legacy)
+    same = "verl rollout: rollout-agreement: bf16, as the actor"
+    assert sum(one.startswith(same) for one in found["legacy"]["decisions"]) == 1
+    assert found["legacy"]["compared"] == []
+
+
 def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
     """The metric follows the rollout's dtype; the trainer computes in fp16 in each of the jobs."""
     jobs = {name: {"dtype": name} for name in ("float16", "bfloat16", "float32")}
@@ -315,8 +325,11 @@ def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:
 
 @pytest.mark.skipif(Version("0.8") <= VERL, reason="verl 0.8 has no legacy workers")
 def test_the_audit_looks_at_what_a_legacy_worker_sends(launch: Ranks, tmp_path: Path) -> None:
-    for rank in launch("audited_legacy", one={"folder": str(tmp_path), "dtype": "float16"}):
+    same = "verl rollout: rollout-agreement: fp16, as the actor"
+    ranks = launch("audited_legacy", one={"folder": str(tmp_path), "dtype": "float16"})
+    for rank, times in zip(ranks, (1, 0), strict=True):
         done = rank["one"]
+        assert sum(one.startswith(same) for one in done["decisions"]) == times
         assert done["adapter"] == "ServerAdapter"
         (half,) = done["halves"]
         sent = half["sent"]["weights"]

@@ -40,7 +40,7 @@ _ON_DISK = "stream_optimizer_state_moment_dtype"
 def read(args: Any, role: str) -> megatron.RequestedConfig:
     """Read one role's flags into ``RequestedConfig``."""
     written = [name for name in NEED_MASTERS if getattr(args, name, False)]
-    blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
+    blockers = tuple(f"miles' {name} reads Megatron's own fp32 masters" for name in written)
     requested = megatron.requested_by_flags(args, f"{versioned('miles')}, flags", role, blockers)
     moments = getattr(args, _ON_DISK, "fp32")
     if moments != "fp32" and not getattr(args, NEED_MASTERS[1], False):

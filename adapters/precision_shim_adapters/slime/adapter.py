@@ -27,7 +27,7 @@ HERE: dict[str, Any] = {
 
 def read(args: Any, role: str) -> megatron.RequestedConfig:
     """Read one model's optimizer settings from slime's flags; ``role`` is the model's name."""
-    blockers = ["slime's stateless Adam keeps no moments"] if args.use_stateless_adam else []
+    blockers = ("slime's stateless Adam keeps no moments",) if args.use_stateless_adam else ()
     return megatron.requested_by_flags(args, f"{versioned('slime')}, flags", role, blockers)
 
 

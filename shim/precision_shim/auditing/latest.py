@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .record import Audit
 
 
-@dataclass(eq=False)
+@dataclass
 class Watched:
     """An optimizer, or a frozen model, that is audited.
 

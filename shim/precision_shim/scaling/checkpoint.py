@@ -53,8 +53,8 @@ def save(
 def save_record(
     directory: str | os.PathLike[str],
     record: Mapping[str, Any],
-    group: dist.ProcessGroup | None = None,
-    files: Files | None = None,
+    group: dist.ProcessGroup | None,
+    files: Files | None,
 ) -> Path:
     """Write a record like ``save``, for a framework that saves in the background."""
     path = Path(directory) / FILE_NAME

@@ -70,6 +70,7 @@ def test_weights_in_bf16(asked: str) -> None:
     ]
     then = replace(RIGHT, asked=asked, sent={BASE: weights("fp32", 1.0)}, then="bf16")
     assert codes(then) == ["weights-dtype"]
+    assert "fp32, then rounded to bf16, exact" in str(then)
 
 
 @pytest.mark.parametrize("group", [BASE, ADAPTERS])

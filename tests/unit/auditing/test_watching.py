@@ -99,6 +99,16 @@ def test_a_meter_that_cannot_be_made_costs_the_meter(shim: Any) -> None:
     step(model, optimizer)
 
 
+def test_lost_updates_are_told_with_framework_and_model(shim: Any) -> None:
+    shim(watch_updates=1)
+    model, optimizer = made()
+    optimizer.param_groups[0]["lr"] = 1e-12
+    automatic.watch("verl", "actor", optimizer, model=model)
+    step(model, optimizer)
+    with pytest.warns(PrecisionShimWarning, match="verl.*, actor, model, parameter group 0"):
+        step(model, optimizer)  # the figures of a step are there one step later
+
+
 def test_a_stub_over_a_frozen_model_is_looked_at_once(shim: Any) -> None:
     class Stub:
         chained_optimizers = ()

@@ -32,7 +32,7 @@ _OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
 
 
 def requested_by_flags(
-    args: Namespace, where: str, subject: str, blockers: Iterable[str] = ()
+    args: Namespace, where: str, subject: str, blockers: tuple[str, ...] = ()
 ) -> RequestedConfig:
     """Read one model's settings from a flat namespace of flags, checked by ``validate_args``.
 
@@ -57,7 +57,7 @@ def requested_by_flags(
         asked=asked,
         declared=args.params_dtype,
         native={torch.float16: {"fp16": True}},
-        blockers=tuple(blockers),
+        blockers=blockers,
         optimizer=str(args.optimizer),
         distributed=bool(args.use_distributed_optimizer),
         bucket_in_fp32=bucket,

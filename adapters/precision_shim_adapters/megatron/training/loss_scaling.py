@@ -47,8 +47,7 @@ def tell_unscaled(optimizers: Iterable[Any]) -> None:
     # Only the last stage of a pipeline has a loss. Without Megatron's parallel groups the stage is
     # unknown.
     if asked or not (
-        parallel_state.model_parallel_is_initialized()
-        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        parallel_state.model_parallel_is_initialized() and parallel_state.is_pipeline_last_stage()
     ):
         return
     warn(

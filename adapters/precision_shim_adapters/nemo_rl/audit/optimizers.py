@@ -98,7 +98,6 @@ def look_at(call: Call) -> Any:
     why=INHERITED,
     delete_when="NeMo-RL says which of its updates are lost to rounding",
     relies_on=("train", "optimizer", "all_mb_metrics", "eval_mode"),
-    optional=True,
 )
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``."""

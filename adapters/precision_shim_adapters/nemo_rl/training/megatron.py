@@ -155,7 +155,6 @@ _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
     why=INHERITED,
     delete_when=_DELETE,
     relies_on=_RELIES_ON,
-    optional=True,
 )
 def report(call: Call, eval_mode: Any = False) -> Any:
     """Add the loss scale and the skipped steps to the metrics of a worker's ``train``."""
@@ -191,7 +190,6 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
     ],
     why="a scale of its own, which Megatron from 0.19 takes for the loss scale",
     delete_when="it has the loss scale in it",
-    optional=True,
 )
 def scale_own(call: Call, func: Any) -> Any:
     """Multiply a worker's gradient scale for an MoE or multi-token loss by the loss scale."""

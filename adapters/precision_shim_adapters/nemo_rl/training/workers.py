@@ -60,7 +60,7 @@ class Worker:
     def method(self, name: str, **others: Any) -> dict[str, Any]:
         """The arguments for ``seam`` to patch a method of ``beneath``, if the method exists."""
         target = f"{self.beneath}.{name}"
-        return self.at(target, target, **others)
+        return self.at(target, target, optional=True, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
         """The targets of the seams on an actor class, for all versions of NeMo-RL.

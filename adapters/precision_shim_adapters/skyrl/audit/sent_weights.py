@@ -73,7 +73,7 @@ def look_at_source(call: Call) -> Iterator[Any]:
 )
 def know_base(call: Call, source: Any) -> Any:
     """Record the base checkpoint's dtype, on the rank that sends the weights."""
-    stored = base_dtypes(call.instance) if weight_audit.is_wanted() else ()
+    stored = base_dtypes(call.instance)
     if len(stored) == 1:
         _stored[source] = CANONICAL[next(iter(stored))]
     return call.proceed()

@@ -133,9 +133,9 @@ def compare_in_worker(call: Call) -> Any:
     """
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
-        legacy = type(worker).__module__.rpartition(".")[2] != _WORKERS[0]
-        workers = {fsdp.WORKERS: "enable" if legacy else "disable"}
-        _report({"actor_rollout_ref": plain(worker.config), "trainer": workers})
+        trains_by_engine = type(worker).__module__.endswith(_WORKERS[0])
+        trainer = {fsdp.WORKERS: "disable"} if trains_by_engine else {}
+        _report({"actor_rollout_ref": plain(worker.config), "trainer": trainer})
     return call.proceed()
 
 

@@ -130,7 +130,6 @@ def build_actor(call: Call) -> Any:
 @seam(
     f"{CRITIC}.__init__",
     why="the legacy critic trains fp16 parameters without a scaler",
-    relies_on=("critic_optimizer",),
     **ON_LEGACY,
 )
 def build_critic(call: Call) -> Any:

@@ -77,8 +77,6 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     if fields and not read_key(optim_config, megatron.PRECISION_AWARE):
         return {}
     found: dict[str, Any] = {}
-    if fields:
-        found.update(dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32))
     for key in PRECISION_AWARE_FIELDS:
         value = read_key(optim_config, key)
         if value is not None:
