@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 
 import precision_shim
+
+from .processes.rank_server import freeze
 
 START_UP = "from precision_shim.process import standby; print(standby.waiting())"
 FRAMEWORKS = (
@@ -81,10 +82,9 @@ def start_up_file() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_objects() -> None:
-    """Keep what is imported out of garbage collections, and out of what ``install()`` searches."""
-    gc.collect()
-    gc.freeze()
+def imports_are_no_garbage() -> None:
+    """Call ``freeze`` for each test module, because earlier test modules import more modules."""
+    freeze()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import pytest
 from packaging.version import Version
 
 from ..every_framework.upstreams_own import fetch
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, freeze, rank_server
 from ..stand_ins.tiny_models import make_checkpoint
 from .cpu import nemo_rl_on_cpu
 from .support import NEMO_RL, actor_class, make_worker, policy_config
@@ -57,11 +56,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fetch(tmp_path_factory.mktemp("RL"), url, (commit,), "examples")
 
 
-@functools.cache
-def look_at_imports_no_more(kind: str) -> None:
-    """Exclude two million imported objects from the garbage collection at each worker's step."""
-    gc.collect()
-    gc.freeze()
+_freeze = functools.cache(lambda kind: freeze())  # each kind of worker imports more
 
 
 @pytest.fixture
@@ -78,7 +73,7 @@ def worker(model: Path) -> Callable[..., contextlib.AbstractContextManager[Any]]
             }
         with nemo_rl_on_cpu():
             actor_class(kind)
-            look_at_imports_no_more(kind)
+            _freeze(kind)
             yield make_worker(kind, policy_config(model, precision, kind, **changes), **given)
 
     return make

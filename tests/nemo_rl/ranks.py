@@ -6,13 +6,12 @@ Cases: ``train`` trains a worker on several ranks; ``unpickle`` loads a pickle a
 
 from __future__ import annotations
 
-import gc
 import importlib
 from pathlib import Path
 from typing import Any
 
 from ..processes import forks
-from ..processes.rank_server import Launch
+from ..processes.rank_server import Launch, freeze
 
 IMPORTED = (
     *("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
@@ -104,8 +103,7 @@ def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet")):
         support.actor_class(kind)
-        gc.collect()
-        gc.freeze()  # workers collect garbage at each step, without the imports
+        freeze()
         worker = support.make_worker(kind, config)
         found["steps"] = [one_step(worker, step) for step in range(3)]
         support.save(worker, folder)

@@ -244,15 +244,23 @@ def _fork(module: Any, launch: Launch) -> list[int]:
     return [codes[child] for child in children]
 
 
+def freeze() -> None:
+    """Exclude all existing objects from garbage collection.
+
+    Frameworks collect garbage around each step, and ``install()`` searches the objects. Those of a
+    thousand imported modules would take longer than the rest of a test.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def _serve(name: str) -> None:
     """Answer launches until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module = importlib.import_module(name)
     module.prepare()
-    # Frameworks collect garbage around each step; frozen objects of imports are not scanned.
-    gc.collect()
-    gc.freeze()
+    freeze()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_fork(module, Launch(**json.loads(line)))), file=answers, flush=True)

@@ -6,7 +6,6 @@ framework raises at import does not fail the collection.
 
 from __future__ import annotations
 
-import gc
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, freeze, rank_server
 from ..stand_ins.tiny_models import make_checkpoint
 from .cpu import flash_attn_placeholder, import_megatron, skyrl_on_cpu
 from .support import python_path
@@ -44,9 +43,7 @@ def skyrl() -> None:
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker
     import skyrl.backends.skyrl_train.workers.megatron.megatron_worker  # noqa: F401
 
-    # The frameworks collect garbage at each step, which would scan all imports.
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(scope="session")

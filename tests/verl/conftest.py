@@ -7,7 +7,6 @@ framework raises at import does not fail the collection.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, freeze, rank_server
 from ..stand_ins.megatron_bridge import import_megatron_bridge
 from ..stand_ins.tiny_models import make_checkpoint
 from .support import local_layers
@@ -25,22 +24,6 @@ try:
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
     VERL = Version("0")
-
-
-def freeze() -> None:
-    """Exclude all existing objects from garbage collection.
-
-    verl collects garbage when it empties its caches, and Megatron for each bucket of a checkpoint.
-    Scanning the objects of a thousand imported modules takes longer than the rest of a test.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports_are_no_garbage() -> None:
-    """Calls ``freeze`` for each test module, because earlier test modules import more modules."""
-    freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ...processes.rank_server import freeze
 from . import support
 
 
@@ -22,8 +22,7 @@ def cpu() -> None:
     except PackageNotFoundError:
         pytest.skip("megatron-bridge is not installed; tests/environments has it")
     support.import_worker_modules()
-    gc.collect()
-    gc.freeze()  # workers collect garbage at each step, without the imports
+    freeze()
 
 
 @pytest.fixture
