@@ -540,6 +540,11 @@ def test_nemo_rl(model: Path) -> None:
 
 
 OPTIM = f"{ACTOR}.optim"
+DTENSOR = (
+    *("python3", "nemo_rl/run_grpo.py", "--config", "job.yaml"),
+    *("++policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true"),
+)
+LAYERS = f"{ACTOR}.megatron.override_transformer_config"
 OVERRIDES = "actor_rollout_ref.model.override_config"
 KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
 OVERRIDE = "critic.optim.override_optimizer_config"
@@ -630,8 +635,14 @@ NATIVE = pytest.mark.skipif(
             marks=needs("skyrl"),
         ),
         pytest.param(
-            ("python3", "nemo_rl/run_grpo.py", "--config", "job.yaml"),
-            {"++policy.hf_config_overrides.dtype": "float32"},
+            (*SKYRL, "trainer.strategy=fsdp2"), {"trainer.bf16": "False"}, marks=needs("skyrl")
+        ),
+        pytest.param(
+            DTENSOR[:4], {"++policy.hf_config_overrides.dtype": "float32"}, marks=needs("nemo_rl")
+        ),
+        pytest.param(
+            DTENSOR,
+            {"++policy.dtensor_cfg.mixed_precision.param_dtype": "float16"},
             marks=needs("nemo_rl"),
         ),
     ],
@@ -650,6 +661,56 @@ def test_a_dtype_that_has_no_effect_is_illegal(
     assert (code, [(one["key"], one["subject"]) for one in found]) == (1, [(key, subject)])
     (other,) = others[-1:] or [key]
     assert other in found[0]["message"] + found[0]["remedy"]
+
+
+@needs("verl")
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        (f"{LAYERS}.grad_reduce_in_fp32", f"Write {ACTOR}.megatron.override_ddp_config.grad_"),
+        (f"{LAYERS}.main_grads_dtype", f"Write {OPTIM}.override_optimizer_config.main_grads_dtype"),
+        (f"{LAYERS}.moe_router_dtpye", "Did you mean moe_router_dtype?"),
+        (f"{ACTOR}.fsdp_config", f"Write {ACTOR}.megatron.dtype"),
+        (f"{LAYERS}.moe_router_dtype", ""),
+        (f"{LAYERS}.vocab_size", ""),  # of Megatron-Bridge's models alone
+    ],
+)
+def test_a_key_in_the_wrong_section_of_a_megatron_engine(
+    model: Path, key: str, remedy: str
+) -> None:
+    if key.startswith(ACTOR + ".fsdp") and Version(version("verl")) < Version("0.9"):
+        pytest.skip("verl checks the keys of an actor from 0.9 on")
+    line = (*GRPO_ON_MEGATRON, f"actor_rollout_ref.model.path={model}")
+    written = f"++{key}.mixed_precision.param_dtype" if "fsdp" in key else f"++{key}"
+    code, plan = planned("--", *line, f"{written}=fp32")
+    found = [(one["code"], one["key"]) for one in plan["problems"]]
+    assert (code, found) == ((1, [("key", key)]) if remedy else (0, []))
+    assert all(remedy in one["remedy"] for one in plan["problems"])
+
+
+@pytest.mark.parametrize(
+    ("line", "half"),
+    [
+        pytest.param(GRPO, f"++{MIXED}.param_dtype=fp16", marks=needs("verl")),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=fsdp2"),
+            "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16",
+            marks=needs("skyrl"),
+        ),
+        pytest.param(DTENSOR, "policy.precision=float16", marks=needs("nemo_rl")),
+    ],
+)
+def test_fp16_that_nothing_scales_without_the_shim(
+    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], half: str
+) -> None:
+    monkeypatch.chdir(model)
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    _, plan = planned("--parameters", "1B", "--", *line, half)
+    decided = next(
+        one for one in plan["models"][0]["decisions"] if one["feature"] == "fp16-scaling"
+    )
+    scales = decided["because"].startswith("verl's own scaler")
+    assert ("nothing scales" in decided["without"]) is not scales
 
 
 def since(release: str) -> pytest.MarkDecorator:

@@ -279,6 +279,7 @@ def _on_megatron(
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{ddp}.grad_reduce_in_fp32",
+        bucket_keys=tuple(map(str, buckets)),
         prefix="++",
         quantized=quantized_in(fp8) if fp8.get("enabled") else "",
         layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},

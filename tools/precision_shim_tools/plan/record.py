@@ -81,11 +81,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Decided:
-    """A choice that the shim would make in the job, and the reason."""
+    """A choice that the shim would make in the job, and the reason.
+
+    ``without`` says how the job trains without it, if that is wrong; empty if not.
+    """
 
     feature: str
     chosen: str
     because: str
+    without: str = ""
 
 
 def unknown_keys(

@@ -20,9 +20,9 @@ def render(plan: JobPlan, memory: float | None = None) -> str:
     words += [f"TransformerEngine {plan.transformer_engine}"] * bool(plan.transformer_engine)
     words += [f"megatron-core {plan.megatron_core}"] * bool(plan.megatron_core)
     count = len(plan.problems)
-    ends = plan.unset and any(model.ends for model in plan.models)
     verdict = "legal" + "; the shim is not on" * plan.unset
-    verdict = "legal only with the shim, which is not on" if ends else verdict
+    if plan.unset and any(model.ends or _wrong(model) for model in plan.models):
+        verdict = "legal only with the shim, which is not on"
     verdict = f"{count} problem{'s' if count > 1 else ''}" if count else verdict
     blocks = [[f"plan of {', '.join(words)}: {verdict}"]]
     blocks += [_model(model, memory) for model in plan.models]
@@ -58,6 +58,8 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
     if model.ends:
         lines += fold(f"without: ends, because {model.ends}")
         rows = [(name, "", "", dtype, size) for name, _, _, dtype, size in rows]
+    for text in _wrong(model):
+        lines += fold(f"without: {text}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [word for pair in zip(row, widths, strict=True) for word in pair]
@@ -69,6 +71,10 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
     for note in model.notes:
         lines += fold(f"note: {note}")
     return lines
+
+
+def _wrong(model: ModelPlan) -> list[str]:
+    return [decision.without for decision in model.decisions if decision.without]
 
 
 def _rows(model: ModelPlan, memory: float | None) -> Iterator[TableRow]:

@@ -159,7 +159,12 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
     if loaded is not None:
         needs = "" if sharded else f"{name}.precision={loaded}"
         yield Written(f"{name}.hf_config_overrides.dtype", loaded, "params", needs)
-    adapters = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
+    own = config.get("dtensor_cfg") or {}
+    for key, value in {**own, **(own.get("mixed_precision") or {})}.items():
+        if sharded and key.endswith("_dtype"):
+            place = f"{name}.dtensor_cfg{'' if key in own else '.mixed_precision'}.{key}"
+            yield Written(place, value, needs=f"{name}.precision={value}")
+    adapters = own.get("lora_cfg") or {}
     if sharded and adapters.get("enabled"):
         kind = adapters.get("lora_dtype")
         yield Written(f"{name}.dtensor_cfg.lora_cfg.lora_dtype", kind, "params")

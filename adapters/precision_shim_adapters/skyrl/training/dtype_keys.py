@@ -81,7 +81,11 @@ def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
 
 def of_fsdp(trainer: Any, role: str) -> Iterator[Written]:
     """Yield the dtype keys of a model on FSDP, and its keys for Megatron, without the defaults."""
-    yield from _written(getattr(trainer, role).fsdp_config, f"trainer.{role}.fsdp_config")
+    config, section = getattr(trainer, role).fsdp_config, f"trainer.{role}.fsdp_config"
+    yield from _written(config, section)
+    # The flag sets only the dtype in which the reference model is stored.
+    if role != "ref" and not trainer.bf16 and mixed_dtypes(config, section) == MIXED:
+        yield Written("trainer.bf16", trainer.bf16, COMPUTES, means="fp32")
     for place, name, value in _of_megatron(trainer, role):
         if parse_dtype(str(value)) is not torch.float32:
             key = f"trainer.{role}.megatron_config.{place}.{name}"

@@ -42,7 +42,8 @@ _SCALER = "scaler"
 VERLS_SCALER = ScalerSettings()
 """The settings of verl's own scaler: torch's defaults, and a growth interval of 400."""
 
-_OWN = "verl's own scaler, counted and kept with the checkpoints"
+OWN_SCALER = "verl's own scaler, counted and kept with the checkpoints"
+"""Why the shim scales the loss where verl would do it itself."""
 
 
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
@@ -155,13 +156,13 @@ def _scale(owner: Any, config: Any, where: str) -> None:
 
 def _replace_scaler(owner: Any) -> None:
     if type(owner.scaler) is ShardedGradScaler:  # keep the user's own subclass
-        make(owner, owner.scaler, _OWN)
+        make(owner, owner.scaler, OWN_SCALER)
 
 
 def scaled_because() -> str:
     """Why the shim scales the loss of an fp16 model, as the command ``plan`` reports it."""
     made = look(f"{SHARDED}._build_fsdp_module")
-    return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
+    return OWN_SCALER if "ShardedGradScaler" in made.names else "fp16 parameters"
 
 
 def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:

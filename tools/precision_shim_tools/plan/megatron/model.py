@@ -6,8 +6,9 @@ functions ``plan_optimizer``, ``choose_bucket`` and ``reader.read_wanted``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ from .sizes import Sizes
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
 DDP = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
+_LAYERS = (
+    "megatron.core.model_parallel_config:ModelParallelConfig",
+    "megatron.core.transformer.transformer_config:TransformerConfig",
+    "megatron.core.transformer.transformer_config:MLATransformerConfig",
+    "megatron.bridge.models.gpt_provider:GPTModelProvider",
+)
 SHARED_HEADS_SINCE = (0, 16)
 """The first megatron-core release in which several ranks may share a key-value head."""
 
@@ -298,6 +305,24 @@ def _unknown(asked: MegatronModel) -> Iterator[Problem]:
     ):
         whose = f"Megatron's {target.rpartition(':')[2]}"
         yield from unknown_keys(written, fields_of(target), asked.subject, key, whose)
+
+
+def misplaced(
+    subject: str, written: Iterable[str], key: str, ddp_key: str, optimizer_key: str
+) -> Iterator[Problem]:
+    """Yield keys for the layers that are fields of another config, or misspelt dtype fields.
+
+    ``{}`` in the keys of the three sections stands for a field's name. A framework's own models may
+    have further fields, so other unknown keys are left to the framework.
+    """
+    known = {name for target in _LAYERS for name in fields_of(target)}
+    places = {name: optimizer_key.format(name) for name in fields_of(CONFIG)}
+    places |= {name: ddp_key.format(name) for name in fields_of(DDP)}
+    dtypes = installed_fields()
+    lost = [name for name in written if name in places or get_close_matches(name, dtypes, 1, 0.8)]
+    yield from unknown_keys(
+        lost, known, subject, key, "Megatron's TransformerConfig", places=places
+    )
 
 
 def _no_names(asked: MegatronModel) -> Iterator[Problem]:

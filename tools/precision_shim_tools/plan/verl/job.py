@@ -28,7 +28,7 @@ from precision_shim_adapters.verl.rollout.lm_head import read_heads
 from precision_shim_adapters.verl.training import engines, fsdp, megatron
 
 from ..command import Job
-from ..megatron.model import MegatronModel, quantized_in
+from ..megatron.model import MegatronModel, misplaced, quantized_in
 from ..megatron.sizes import read_sizes
 from ..record import Decided
 from ..request import Plannable, Request, read_models
@@ -202,7 +202,13 @@ def _on_megatron(
         bucket_key=f"{buckets}.grad_reduce_in_fp32",
         bucket_keys=tuple(map(str, ddp)),
         prefix="++",  # Hydra's prefix that adds or overrides a key
-        illegal=(*illegal, *_flags(section, layers, dtype)),
+        illegal=(
+            *illegal,
+            *_flags(section, layers, dtype),
+            *misplaced(
+                section.subject, layers, f"{layers_key}.{{}}", f"{buckets}.{{}}", f"{fields}.{{}}"
+            ),
+        ),
         quantized=quantized_in(layers),
         layers=layers,
         layers_key=f"{layers_key}.{{}}",
@@ -246,11 +252,13 @@ def _sharded(
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
     compute, name, module = name_of(read.compute), "", ""
+    legacy = section.group == fsdp.LEGACY and subject != "critic"
     scaled: tuple[Decided, ...] = ()
     notes: list[str] = []
     if trains:
+        alone = read.because == fsdp.OWN_SCALER or (legacy and engines.is_fp16(engine.get("dtype")))
         scaled = scaling(
-            job, compute, read.group, read.because, framework_default=fsdp.VERLS_SCALER
+            job, compute, read.group, read.because, framework_default=fsdp.VERLS_SCALER, alone=alone
         )
         name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
         module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."
@@ -268,7 +276,6 @@ def _sharded(
     overrides = f"{section.optim_key}.override_optimizer_config"
     if trains and module == "torch.optim." and section.strategy in ("fsdp", "fsdp2"):
         illegal = (*illegal, *_not_taken(subject, name, inner(section.optim, overrides), overrides))
-    legacy = section.group == fsdp.LEGACY and subject != "critic"
     written = fsdp.written(engine, section.strategy, section.engine_key, reads_dtype=legacy)
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence

@@ -238,9 +238,11 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
         if name == "McoreOptimizerConfig" and dispatches:
             known[key].update(PRECISION_AWARE_FIELDS)
     places = {word: f"{key}.{word}" for key, words in known.items() for word in words}
-    moved = {}
-    if section.strategy in ("fsdp", "fsdp2"):
-        moved = {word: f"{engine_key}.mixed_precision.{word}" for word in fsdp.MIXED}
+    moved = {"fsdp_config": engine_key}
+    if section.strategy == "megatron":
+        moved = {"fsdp_config": f"{engine_key}.dtype"}
+    elif section.strategy in ("fsdp", "fsdp2"):
+        moved.update({word: f"{engine_key}.mixed_precision.{word}" for word in fsdp.MIXED})
         if section.group == fsdp.ENGINE:  # the engine does not read its ``dtype``
             moved["dtype"] = moved["param_dtype"]
     for key, read in sections.items():
