@@ -663,6 +663,11 @@ def test_a_dtype_that_has_no_effect_is_illegal(
     assert other in found[0]["message"] + found[0]["remedy"]
 
 
+def since(release: str) -> pytest.MarkDecorator:
+    old = importlib.util.find_spec("verl") is None or Version(version("verl")) < Version(release)
+    return pytest.mark.skipif(old, reason=f"verl has this from {release}")
+
+
 @needs("verl")
 @pytest.mark.parametrize(
     ("key", "remedy"),
@@ -670,7 +675,7 @@ def test_a_dtype_that_has_no_effect_is_illegal(
         (f"{LAYERS}.grad_reduce_in_fp32", f"Write {ACTOR}.megatron.override_ddp_config.grad_"),
         (f"{LAYERS}.main_grads_dtype", f"Write {OPTIM}.override_optimizer_config.main_grads_dtype"),
         (f"{LAYERS}.moe_router_dtpye", "Did you mean moe_router_dtype?"),
-        (f"{ACTOR}.fsdp_config", f"Write {ACTOR}.megatron.dtype"),
+        pytest.param(f"{ACTOR}.fsdp_config", f"Write {ACTOR}.megatron.dtype", marks=since("0.9")),
         (f"{LAYERS}.moe_router_dtype", ""),
         (f"{LAYERS}.vocab_size", ""),  # of Megatron-Bridge's models alone
     ],
@@ -678,8 +683,6 @@ def test_a_dtype_that_has_no_effect_is_illegal(
 def test_a_key_in_the_wrong_section_of_a_megatron_engine(
     model: Path, key: str, remedy: str
 ) -> None:
-    if key.startswith(ACTOR + ".fsdp") and Version(version("verl")) < Version("0.9"):
-        pytest.skip("verl checks the keys of an actor from 0.9 on")
     line = (*GRPO_ON_MEGATRON, f"actor_rollout_ref.model.path={model}")
     written = f"++{key}.mixed_precision.param_dtype" if "fsdp" in key else f"++{key}"
     code, plan = planned("--", *line, f"{written}=fp32")
@@ -711,11 +714,6 @@ def test_fp16_that_nothing_scales_without_the_shim(
     )
     scales = decided["because"].startswith("verl's own scaler")
     assert ("nothing scales" in decided["without"]) is not scales
-
-
-def since(release: str) -> pytest.MarkDecorator:
-    old = importlib.util.find_spec("verl") is None or Version(version("verl")) < Version(release)
-    return pytest.mark.skipif(old, reason=f"verl has this engine from {release}")
 
 
 @needs("verl")
@@ -824,6 +822,8 @@ def test_one_mistake_is_one_problem_of_verls_megatron_engine(model: Path) -> Non
     code, plan = planned("--", *line, f"+{key}=true")
     (problem,) = plan["problems"]
     assert (code, problem["code"], problem["key"]) == (1, "flags", key)
+    (unread,) = planned("--", *line, f"{OPTIM}.betas=[0.9,0.95]")[1]["models"][0]["notes"]
+    assert f"{OPTIM}.betas=[0.9, 0.95]: verl does not pass it" in unread
     assert f"{ACTOR}.megatron.dtype=float16" in problem["remedy"]
     override = f"{OPTIM}.override_optimizer_config"
     key, off = f"{override}.exp_avg_dtype", f"+{override}.use_precision_aware_optimizer=false"

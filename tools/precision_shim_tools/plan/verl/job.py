@@ -42,6 +42,8 @@ from .sections import Section, inner
 
 _ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
 _SHARED = "actor_rollout_ref"
+_BETAS = [0.9, 0.999]
+"""verl's default of ``optim.betas``, which only torch's optimizers get."""
 
 
 def _where() -> str:
@@ -191,6 +193,12 @@ def _on_megatron(
         place=section.optim_key,
     )
     dtype = requested.declared or torch.bfloat16
+    betas, notes = list(optim.get("betas") or _BETAS), []
+    if betas != _BETAS:
+        notes.append(
+            f"{section.optim_key}.betas={betas}: verl does not pass it to Megatron, whose beta2 "
+            f"matters for a bf16 exp_avg_sq. Write ++{fields}.adam_beta1 and .adam_beta2"
+        )
     return MegatronModel(
         requested,
         model,
@@ -210,6 +218,7 @@ def _on_megatron(
             ),
         ),
         quantized=quantized_in(layers),
+        notes=tuple(notes),
         layers=layers,
         layers_key=f"{layers_key}.{{}}",
         gathers=any(ddp.get(name) for name in GATHERS),
