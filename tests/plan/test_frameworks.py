@@ -663,6 +663,17 @@ def test_a_dtype_that_has_no_effect_is_illegal(
     assert other in found[0]["message"] + found[0]["remedy"]
 
 
+@needs("nemo_rl")
+def test_a_misspelt_key_of_nemo_rls_bucket(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.chdir(model)
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    key = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_fp32"
+    code, plan = planned("--", *DTENSOR[:4], f"++{key}=true")
+    ((found, remedy),) = ((one["key"], one["remedy"]) for one in plan["problems"])
+    assert (code, found) == (1, key)
+    assert "grad_reduce_in_fp32" in remedy
+
+
 def since(release: str) -> pytest.MarkDecorator:
     old = importlib.util.find_spec("verl") is None or Version(version("verl")) < Version(release)
     return pytest.mark.skipif(old, reason=f"verl has this from {release}")
