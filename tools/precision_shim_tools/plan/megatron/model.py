@@ -310,7 +310,7 @@ def _unknown(asked: MegatronModel) -> Iterator[Problem]:
 def misplaced(
     subject: str, written: Iterable[str], key: str, ddp_key: str, optimizer_key: str
 ) -> Iterator[Problem]:
-    """Yield keys for the layers that are fields of another config, or misspelt dtype fields.
+    """Yield keys for the layers that set precision in another config, or misspelt dtype fields.
 
     ``{}`` in the keys of the three sections stands for a field's name. A framework's own models may
     have further fields, so other unknown keys are left to the framework.
@@ -318,8 +318,12 @@ def misplaced(
     known = {name for target in _LAYERS for name in fields_of(target)}
     places = {name: optimizer_key.format(name) for name in fields_of(CONFIG)}
     places |= {name: ddp_key.format(name) for name in fields_of(DDP)}
+    ours = {name for name in places if name.endswith("_dtype")} | {
+        _BUCKET,
+        megatron.PRECISION_AWARE,
+    }
     dtypes = installed_fields()
-    lost = [name for name in written if name in places or get_close_matches(name, dtypes, 1, 0.8)]
+    lost = [name for name in written if name in ours or get_close_matches(name, dtypes, 1, 0.8)]
     yield from unknown_keys(
         lost, known, subject, key, "Megatron's TransformerConfig", places=places
     )
