@@ -9,7 +9,7 @@ import precision_shim
 from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
 
-from .support import KINDS, NEMO_RL, batch, loss_for, optimizer, plain
+from .support import KINDS, NEMO_RL, batch, loss_for, optimizer, plain, policy_config
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -55,6 +55,18 @@ def test_bf16_weights_without_masters(kind, worker, shim) -> None:
     (audit,) = precision_shim.status().audit
     assert ([one.code for one in audit.problems], audit.complete) == (["no-master"], True)
     assert [one.chosen for one in precision_shim.status().decisions] == ["no-master"]
+
+
+def test_a_dtype_that_nothing_reads(kind, worker, shim, model) -> None:
+    shim(features=["audit"])
+    own = policy_config(model, "bfloat16", kind)["dtensor_cfg"]
+    low = {**own, "mixed_precision": {"param_dtype": "float16"}}
+    told = r"dtensor_cfg\.mixed_precision\.param_dtype=float16 has no effect: nothing reads"
+    with pytest.warns(PrecisionShimWarning, match=told), worker(kind, "bfloat16", dtensor_cfg=low):
+        (audit,) = precision_shim.status().audit
+    assert [one.code for one in audit.problems] == ["no-effect"]
+    with worker(kind, "bfloat16", dtensor_cfg={**own, "mixed_precision": True}):
+        assert precision_shim.status().audit[-1].problems == ()
 
 
 def test_off_it_is_not_there(kind, worker, shim) -> None:

@@ -584,20 +584,14 @@ NATIVE = pytest.mark.skipif(
                 (f"{OVERRIDES}.model_config.dtype", "bfloat16"),
             )
         ),
-        pytest.param(
-            (*SKYRL, "trainer.strategy=fsdp2"),
-            {"trainer.policy.fsdp_config.mixed_precision.buffer_dtype": "bf16"},
-            marks=needs("skyrl"),
-        ),
-        pytest.param(
-            (*SKYRL, "trainer.strategy=fsdp2"),
-            {f"{KWARGS}.exp_avg_dtype": "bf16"},
-            marks=needs("skyrl"),
-        ),
-        pytest.param(
-            (*SKYRL, "trainer.strategy=fsdp2"),
-            {f"{KWARGS.rpartition('.')[0]}.ddp_config.grad_reduce_in_fp32": "false"},
-            marks=needs("skyrl"),
+        *(
+            pytest.param((*SKYRL, "trainer.strategy=fsdp2"), {key: value}, marks=needs("skyrl"))
+            for key, value in (
+                ("trainer.policy.fsdp_config.mixed_precision.buffer_dtype", "bf16"),
+                (f"{KWARGS}.exp_avg_dtype", "bf16"),
+                (f"{KWARGS.rpartition('.')[0]}.ddp_config.grad_reduce_in_fp32", "false"),
+                ("trainer.bf16", "False"),
+            )
         ),
         pytest.param(
             (*SKYRL, "trainer.strategy=megatron"),
@@ -633,9 +627,6 @@ NATIVE = pytest.mark.skipif(
                 f"{KWARGS.rpartition('.')[0]}.ddp_config.grad_reduce_in_fp32": "true",
             },
             marks=needs("skyrl"),
-        ),
-        pytest.param(
-            (*SKYRL, "trainer.strategy=fsdp2"), {"trainer.bf16": "False"}, marks=needs("skyrl")
         ),
         pytest.param(
             DTENSOR[:4], {"++policy.hf_config_overrides.dtype": "float32"}, marks=needs("nemo_rl")
@@ -700,6 +691,16 @@ def test_a_key_in_the_wrong_section_of_a_megatron_engine(
     found = [(one["code"], one["key"]) for one in plan["problems"]]
     assert (code, found) == ((1, [("key", key)]) if remedy else (0, []))
     assert all(remedy in one["remedy"] for one in plan["problems"])
+
+
+@needs("verl")
+@since("0.9")
+def test_a_critics_section_has_its_own_name() -> None:
+    key = "++critic.fsdp_config.mixed_precision.param_dtype=fp16"
+    _, plan = planned("--parameters", "1B", "--", *VERL, "algorithm.adv_estimator=gae", key)
+    (problem,) = (one for one in plan["problems"] if one["subject"] == "critic")
+    assert problem["key"] == "critic.fsdp_config"
+    assert problem["remedy"] == "Write critic.fsdp, or leave it out."
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,12 @@ def test_other_models_on_fsdp_tell_their_keys(
     tell(shim, told, lambda: fsdp_worker(role, checkpoints["float32"], None, word))
 
 
+def test_megatrons_flag_on_fsdp(cpu: None, checkpoints: dict[str, Path], shim: Any) -> None:
+    told = "trainer.bf16=False has no effect: the layers compute in bf16. Leave trainer.bf16 out"
+    words = ("trainer.bf16=false",)
+    tell(shim, told, lambda: fsdp_worker("policy", checkpoints["float32"], None, *words))
+
+
 @pytest.mark.parametrize(
     ("word", "found"),
     [

@@ -172,10 +172,7 @@ class ShardedModel:
         )
 
 
-_UNSCALED = (
-    "nothing scales the fp16 loss: small gradients become zero, and an overflow makes the "
-    "parameters NaN"
-)
+_UNSCALED = "nothing scales the fp16 loss, and small gradients become zero"
 
 
 def learning_rate(options: Mapping[str, Any]) -> float:
@@ -193,16 +190,16 @@ def scaling(
     *,
     configured: Callable[[], Mapping[str, Any]] = dict,
     framework_default: ScalerSettings | None = None,
-    alone: bool = False,
+    scales_itself: bool = False,
 ) -> tuple[Decided, ...]:
     """The shim's decision to scale a trained model's loss; empty if the shim does not scale losses.
 
     ``compute`` is the parameters' dtype in a layer, ``group`` the group of the seams that would
     scale, and ``because`` the reason that the worker would report. ``configured`` reads the
-    framework's scaler block; see ``settings_for``, also for ``framework_default``. ``alone``: the
-    framework has a scaler of its own.
+    framework's scaler block; see ``settings_for``, also for ``framework_default``.
+    ``scales_itself``: the framework has a scaler of its own.
     """
     if compute != "fp16" or not job.in_force(FEATURE, group):
         return ()
     made = settings_for(configured(), framework_default, job.settings)
-    return (Decided(FEATURE, chosen(made), because, "" if alone else _UNSCALED),)
+    return (Decided(FEATURE, chosen(made), because, "" if scales_itself else _UNSCALED),)

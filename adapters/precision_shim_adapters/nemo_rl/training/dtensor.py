@@ -160,10 +160,12 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
         needs = "" if sharded else f"{name}.precision={loaded}"
         yield Written(f"{name}.hf_config_overrides.dtype", loaded, "params", needs)
     own = config.get("dtensor_cfg") or {}
-    for key, value in {**own, **(own.get("mixed_precision") or {})}.items():
-        if sharded and key.endswith("_dtype"):
-            place = f"{name}.dtensor_cfg{'' if key in own else '.mixed_precision'}.{key}"
-            yield Written(place, value, needs=f"{name}.precision={value}")
+    for place, section in (("", own), (".mixed_precision", own.get("mixed_precision"))):
+        # NeMo-RL reads neither, so the section may be anything.
+        for key, value in section.items() if sharded and isinstance(section, Mapping) else ():
+            if str(key).endswith("_dtype"):
+                needs = f"{name}.precision={value}"
+                yield Written(f"{name}.dtensor_cfg{place}.{key}", value, needs=needs)
     adapters = own.get("lora_cfg") or {}
     if sharded and adapters.get("enabled"):
         kind = adapters.get("lora_dtype")

@@ -265,9 +265,14 @@ def _sharded(
     scaled: tuple[Decided, ...] = ()
     notes: list[str] = []
     if trains:
-        alone = read.because == fsdp.OWN_SCALER or (legacy and engines.is_fp16(engine.get("dtype")))
+        own = read.because == fsdp.OWN_SCALER or (legacy and engines.is_fp16(engine.get("dtype")))
         scaled = scaling(
-            job, compute, read.group, read.because, framework_default=fsdp.VERLS_SCALER, alone=alone
+            job,
+            compute,
+            read.group,
+            read.because,
+            framework_default=fsdp.VERLS_SCALER,
+            scales_itself=own,
         )
         name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
         module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."

@@ -89,7 +89,9 @@ def of_role(
     places = {f"{key}.{name}": inner(role, f"{key}.{name}") for name in names}
     place = f"{key}.model.fsdp_config"
     places[place] = inner(inner(role, f"{key}.model"), place)
-    engine_key = next((name for name, found in places.items() if found), f"{key}.{names[0]}")
+    # verl's own section has hydra's key; one that the user wrote in another place does not.
+    order = sorted(places, key=lambda name: "_target_" not in places[name])
+    engine_key = next((name for name in order if places[name]), f"{key}.{names[0]}")
     optim = inner(role, f"{key}.optim") if subject != "ref" else {}
     sequence = number_of(role, f"{key}.ulysses_sequence_parallel_size", versioned("verl"))
     engine, optim_key = places[engine_key], f"{key}.optim"
