@@ -170,10 +170,10 @@ def is_up(one, log):
 
 
 def free_ports(count):
-    """Free ports above those of Ray's workers and below those that the system assigns."""
+    """Free ports above those of Ray's workers and clients, below those that the system assigns."""
     found = []
     while len(found) < count:
-        port = random.randrange(20000, 32000)
+        port = random.randrange(24000, 32000)
         with socket.socket() as one, contextlib.suppress(OSError):
             one.bind(("127.0.0.1", port))
             found += [port] if port not in found else []
@@ -197,7 +197,7 @@ def drive(tmp_path, cluster):
                 timeout=300,
                 check=False,
             )
-            slow = ("timed out during startup", "Starting Ray client server failed")
+            slow = ("timed out during startup", "Initialization failure from server")
             if not any(one in done.stderr for one in slow):
                 break
         assert done.returncode == 0, done.stdout + done.stderr
