@@ -506,8 +506,6 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
     if side is not None:
         yield from side.plan.warnings
         yield from filter(None, (side.plan.bucket_warning, side.bucket.problem))
-        if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
-            yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
     if asked.written and not fields_of(CONFIG):
         yield (
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
@@ -529,8 +527,13 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
 
 
 def _of_another_model(asked: MegatronModel, side: Side | None) -> Iterator[str]:
-    """Yield a warning if the flags that the user wrote are not those of the model's dtype."""
-    fields = {} if side is None else side.plan.asked
+    """Yield a warning if the optimizer's flags are not those of the model's dtype."""
+    if side is None or any(problem.code == "flags" for problem in asked.illegal):
+        return  # the problem says it
+    if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
+        yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
+        return
+    fields = side.plan.asked
     flags = {"fp16": torch.float16, "bf16": torch.bfloat16}
     flag = next((flag for flag in flags if fields.get(flag)), "")
     own = next((flag for flag, dtype in flags.items() if dtype is asked.dtype), "")
