@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from precision_shim.precision.dtypes import parse_dtype
+import torch
+
+from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.scaler_record import choose_values
 from precision_shim_adapters.torch_fp16.settings import FEATURE, settings_for
 
@@ -25,8 +27,15 @@ def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str)
     other = _states_of_others(framework, part)
     if other is not None:
         return other
+    held = [dtype for name in part.dtypes("params") if (dtype := parse_dtype(name)) is not None]
+    params = parse_dtype(str((here.config or {}).get("params_dtype", "")))
+    if params is not None and any(torch.promote_types(one, params) is not params for one in held):
+        saved = "+".join(map(name_of, held))
+        return Outcome("misread", f"torch would round its {saved} parameters to {name_of(params)}")
     shimmed = here.in_force(framework, FEATURE, group)
     told = "states are read in the dtypes that they were saved in"
+    if params is None and held:
+        told += f", if the job keeps its parameters in {'+'.join(map(name_of, held))}"
     if part.scaler.state == "none":
         told += "; it has no loss scaler's record, needed in fp16: see --config precision=fp16"
     return predict_scaler(framework, part, here, shimmed) or Outcome("exact", told)

@@ -47,7 +47,7 @@ def register(commands: Commands) -> None:
         action="append",
         default=[],
         help="a field of the optimizer's config that your job's config sets, or "
-        f"{_PRECISION}=fp16 for a job on FSDP or DTensor; may be repeated",
+        f"{_PRECISION}=fp16 or params_dtype=... for a job on FSDP or DTensor; may be repeated",
     )
 
 

@@ -286,6 +286,7 @@ def _on_megatron(
         layers_key=f"{where}.{{}}",
         gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
         illegal=tuple(_flags(complete, key, subject)) if trains else (),
+        unscaled="the first fp16 overflow ends the job, by check_for_nan_in_grad",
     )
 
 

@@ -45,7 +45,7 @@ def draw(plan: JobPlan, path: Path, memory: float | None = None) -> None:
     if memory is not None:
         axes.axhline(memory, color="black", linewidth=1, linestyle="--", label=f"{memory:g} GB")
     axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
-    axes.set_ylabel("GB per GPU")
+    axes.set_ylabel("GiB per GPU")
     axes.set_title(f"{plan.framework} {plan.version or ''}, {plan.world_size} GPUs".strip())
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.savefig(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from .record import Decided
 from .request import Plannable, Request, read_models
 from .rollout import predict_sides
 from .shapes import Model
-from .torch_optimizer import ShardedModel, scaling
+from .torch_optimizer import UNSCALED, ShardedModel, scaling
 from .values import no_adapters, no_section, not_built, number, said
 
 _NO_TRAINER = ("main_generate", "serve")
@@ -136,9 +137,38 @@ def load(job: Job) -> tuple[Any, list[str]]:
         note_command_line(config, words)
     except Exception as error:  # omegaconf and SkyRL raise various errors
         raise PlanError(
-            f"{_where()}, {job.target}: {said(error).rstrip('.')}. Correct the command line."
+            f"{_where()}, {job.target}: {said(error).rstrip('.')}. {_near(words)}Correct the "
+            "command line."
         ) from error
     return config, unread
+
+
+def _near(words: list[str]) -> str:
+    """Name the key of SkyRL's that is nearest to the first one that SkyRL does not have, if any."""
+    from skyrl.train.config import SkyRLTrainConfig
+
+    defaults = SkyRLTrainConfig()
+    keys = [word.partition("=")[0] for word in words]
+    for key in (key for key in keys if not _has(defaults, key)):
+        last = key.rpartition(".")[2]
+        elsewhere = [one for one in _keys(defaults) if one.rpartition(".")[2] == last]
+        near = get_close_matches(
+            key, elsewhere or list(_keys(defaults)), 1, 0.7 if elsewhere else 0.9
+        )
+        if near:
+            return f"Did you mean {near[0]}? "
+    return ""
+
+
+def _keys(section: Any, place: str = "") -> Iterator[str]:
+    """Yield all keys of SkyRL's config."""
+    for name, value in vars(section).items():
+        if is_dataclass(value):
+            yield from _keys(value, f"{place}{name}.")
+        else:
+            yield place + name
+        if name == "mixed_precision":
+            yield from (f"{place}{name}.{key}" for key in dtype_keys.MIXED)
 
 
 def _has(section: Any, key: str) -> bool:
@@ -239,6 +269,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         bucket_key=f"{key}.ddp_config.grad_reduce_in_fp32",
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
         illegal=tuple(illegal),
+        unscaled=UNSCALED,
         notes=tuple(notes),
         quantized=quantized_in(layers),
         layers=layers,
@@ -285,6 +316,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     compute = name_of(mixed["param_dtype"])
     scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
     low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
+    unscaled = fsdp.find_unscaled(config, f"{key}.fsdp_config") if trains else ""
     return ShardedModel(
         role,
         model,
@@ -299,6 +331,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
         wrote=tuple(dtype_keys.of_fsdp(trainer, role)),
+        notes=tuple(filter(None, [unscaled])),
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "context": f"{key}.sequence_parallel_size",

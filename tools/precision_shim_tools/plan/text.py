@@ -11,7 +11,7 @@ GB = 1 << 30
 _WIDTH = 99
 _ROW = "  {:{}}  {:{}}  {:>{}}  {:{}}  {:>{}}"
 TableRow = tuple[str, str, str, str, str]
-"""A component's name, and for each of the two sides its dtype and its GB per GPU."""
+"""A component's name, and for each of the two sides its dtype and its GiB per GPU."""
 
 
 def render(plan: JobPlan, memory: float | None = None) -> str:
@@ -54,7 +54,7 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
     if model.computes:
         reduces = f", FSDP reduces gradients in {model.reduces}" if model.reduces else ""
         lines += [f"  computes in {model.computes}{reduces}"]
-    rows = [("GB per GPU", "", "without", "", "with"), *_rows(model, memory)]
+    rows = [("GiB per GPU", "", "without", "", "with"), *_rows(model, memory)]
     if model.ends:
         lines += fold(f"without: ends, because {model.ends}")
         rows = [(name, "", "", dtype, size) for name, _, _, dtype, size in rows]

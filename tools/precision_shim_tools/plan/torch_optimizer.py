@@ -172,7 +172,7 @@ class ShardedModel:
         )
 
 
-_UNSCALED = "nothing scales the fp16 loss, and small gradients become zero"
+UNSCALED = "nothing scales the fp16 loss, and small gradients become zero"
 
 
 def learning_rate(options: Mapping[str, Any]) -> float:
@@ -202,4 +202,4 @@ def scaling(
     if compute != "fp16" or not job.in_force(FEATURE, group):
         return ()
     made = settings_for(configured(), framework_default, job.settings)
-    return (Decided(FEATURE, chosen(made), because, "" if scales_itself else _UNSCALED),)
+    return (Decided(FEATURE, chosen(made), because, "" if scales_itself else UNSCALED),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
@@ -138,12 +139,14 @@ def load(job: Job, *, own: bool = False) -> Any:
 
         # torchtitan tries several modules, and does not say why it cannot import one.
         tries = mock.patch.object(manager, "importlib", mock.Mock(import_module=import_module))
-        with redirect_stderr(said), spellings(), tries:
+        program = mock.patch.object(sys, "argv", [job.target])  # tyro's messages name it
+        with redirect_stderr(said), spellings(), tries, program:
             return ConfigManager().parse_args(list(job.arguments))
     except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong argument
         ended = isinstance(error, SystemExit)
         cause = missed[0] if missed and not ended else error
-        text = one_line(_FRAME.sub(" ", said.getvalue() if ended else str(cause)))
+        framed = said.getvalue().partition("╭")[2] or said.getvalue()  # without earlier warnings
+        text = one_line(_FRAME.sub(" ", framed if ended else str(cause)))
         raise PlanError(
             f"{_where()}, {' '.join(job.arguments)}: {type(cause).__name__}: {text}. Correct "
             "the arguments."

@@ -128,7 +128,7 @@ def quantized_fault(
     if not steps_parameters(config):
         if written_back:
             return None
-        problem = "False beside fp8 parameters: Megatron never writes their masters back into them"
+        problem = f"without {GATHER}, Megatron never writes masters back into fp8 parameters"
         return GATHER, problem, f"Write {GATHER}: true, or leave fp8_param out."
     if config.get("fp8_recipe") != "delayed":
         problem = "Megatron makes no masters for fp8 or fp4 parameters with it"

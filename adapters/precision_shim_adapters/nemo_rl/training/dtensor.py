@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, around, in_force, parse_settings, seam, versioned, warn
 from precision_shim.errors import SeamError
+from precision_shim.precision.dtypes import any_dtype
 from precision_shim.precision.effect import COMPUTES, Written
 
 from ...common.ray_actors import class_beneath, put_in_front
@@ -159,17 +161,33 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
     if loaded is not None:
         needs = "" if sharded else f"{name}.precision={loaded}"
         yield Written(f"{name}.hf_config_overrides.dtype", loaded, "params", needs)
+    yield from _unread(config, name, name, ("precision",))
+    rollout = f"{name}.generation.vllm_cfg"
+    vllm = (config.get("generation") or {}).get("vllm_cfg")
+    yield from _unread(vllm, rollout, rollout, ("precision", "kv_cache_dtype"))
     own = config.get("dtensor_cfg") or {}
-    for place, section in (("", own), (".mixed_precision", own.get("mixed_precision"))):
-        # NeMo-RL reads neither, so the section may be anything.
-        for key, value in section.items() if sharded and isinstance(section, Mapping) else ():
-            if str(key).endswith("_dtype"):
-                needs = f"{name}.precision={value}"
-                yield Written(f"{name}.dtensor_cfg{place}.{key}", value, needs=needs)
+    if sharded:
+        yield from _unread(own, f"{name}.dtensor_cfg", name)
+        yield from _unread(own.get("mixed_precision"), f"{name}.dtensor_cfg.mixed_precision", name)
+        for key, value in ((config.get("megatron_cfg") or {}).get("optimizer") or {}).items():
+            if key.endswith("_dtype") and key != "params_dtype":  # which NeMo-RL's YAML files have
+                at, needs = f"{name}.megatron_cfg", f"{name}.megatron_cfg.enabled=true"
+                yield Written(f"{at}.optimizer.{key}", value, needs=needs)
     adapters = own.get("lora_cfg") or {}
     if sharded and adapters.get("enabled"):
         kind = adapters.get("lora_dtype")
         yield Written(f"{name}.dtensor_cfg.lora_cfg.lora_dtype", kind, "params")
+
+
+def _unread(section: Any, place: str, owner: str, known: Collection[str] = ()) -> Iterator[Written]:
+    """Yield the keys at ``place`` that look like a dtype's; NeMo-RL reads ``owner``'s precision.
+
+    NeMo-RL accepts any key. One that it does not read may hold anything.
+    """
+    for key, value in section.items() if isinstance(section, Mapping) else ():
+        near = get_close_matches(str(key), ("precision", "dtype"), 1, 0.8)
+        if key not in known and (near or str(key).endswith("_dtype")) and any_dtype(str(value)):
+            yield Written(f"{place}.{key}", value, needs=f"{owner}.precision={value}")
 
 
 def group_of(name: str, *, second: bool) -> str:

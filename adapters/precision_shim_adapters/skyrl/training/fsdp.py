@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, decide, seam
+from precision_shim.adapting import Call, decide, seam, versioned, warn
+from precision_shim.precision.dtypes import name_of
 from precision_shim.scaling import Files
 
 from ...torch_fp16 import FEATURE, ScaledTraining
@@ -42,6 +43,19 @@ _FP16: dict[str, Any] = {
 def scaled_because(subject: str) -> str:
     """The reported reason for scaling a model's loss; ``subject`` is the model's config section."""
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
+
+
+def find_unscaled(config: Any, section: str = "fsdp_config") -> str:
+    """Return a warning if FSDP reduces gradients in fp16 although nothing scales the loss."""
+    computes, reduces = mixed_dtypes(config, section).values()
+    if reduces is not torch.float16 or computes is torch.float16:
+        return ""
+    key = f"{section}.mixed_precision"
+    return (
+        f"{versioned('skyrl')}: {key}.reduce_dtype=fp16 is no fp16 training: the layers compute in "
+        f"{name_of(computes)}, and the loss is not scaled, so FSDP rounds small gradients to zero "
+        f"and large ones to inf. Leave it out, or set {key}.param_dtype=fp16 to train in fp16."
+    )
 
 
 def _is_fp16(strategy: Any) -> bool:
@@ -76,6 +90,9 @@ def follow_param_dtype(call: Call) -> Any:
 def scale_train_model(call: Call) -> Any:
     """Store a loss scaler on an fp16 model's ``FSDPStrategy``, if there is an optimizer."""
     model, optimizer, scheduler = call.proceed()
+    told = find_unscaled(call.instance.fsdp_config)
+    if optimizer is not None and told:
+        warn(told)
     if optimizer is not None and _is_fp16(call.instance):
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
         device, because = call.instance.device_mesh.device_type, scaled_because(subject)

@@ -80,6 +80,7 @@ class MegatronModel:
         layers_key: the config's key of such a field; ``{}`` stands for the field.
         gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
         unread: dtype keys of a model without an optimizer that may have no effect.
+        unscaled: what goes wrong in fp16 without the shim.
     """
 
     requested: megatron.RequestedConfig
@@ -101,6 +102,7 @@ class MegatronModel:
     layers_key: str = "{}"
     gathers: bool = False
     unread: Sequence[Written] = ()
+    unscaled: str = ""
 
     @property
     def subject(self) -> str:
@@ -155,7 +157,7 @@ class MegatronModel:
                 f"{self.requested.where}: {self.subject}: its layout cannot be computed: {fault}. "
                 "Write sizes that divide it."
             )
-        problems = [*self.illegal, *_unknown(self), *_no_names(self)]
+        problems = [*self.illegal, *_unknown(self), *_no_names(self), *_stored_alone(self)]
         if job.in_force(COERCION, megatron.GROUP):
             problems += _refused_by_layers(self)
         if any(problem.code == "dtype" for problem in problems):
@@ -340,6 +342,17 @@ def _no_names(asked: MegatronModel) -> Iterator[Problem]:
             yield asked.problem("dtype", name, fault, "Write a name, such as fp32 or bf16.")
 
 
+def _stored_alone(asked: MegatronModel) -> Iterator[Problem]:
+    """Yield flags that store weights in fp8 or fp4 although the layers do not compute in it."""
+    for kind in ("fp8", "fp4"):
+        name = f"{kind}_param"
+        if asked.layers.get(name) and not asked.layers.get(kind):
+            fault = f"Megatron refuses it without {kind}"
+            remedy = f"Write {asked.layers_key.format(kind)} too, or leave it out."
+            key = asked.layers_key.format(name)
+            yield Problem("fp8-parameters", asked.subject, key, fault, remedy)
+
+
 def _refused_by_layers(asked: MegatronModel) -> Iterator[Problem]:
     """Yield the dtype names in the model's config that the worker refuses."""
     for name, names in installed_fields().items() if asked.layers else ():
@@ -499,7 +512,7 @@ def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
         if scales:
             told = scaler.predicted_own_scaler(side.fields, job.settings, asked.dtype)
     if told is not None:
-        yield Decided(megatron.SCALING, *told)
+        yield Decided(megatron.SCALING, *told, asked.unscaled if side.fp16 else "")
 
 
 def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:

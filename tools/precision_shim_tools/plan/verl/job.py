@@ -222,6 +222,7 @@ def _on_megatron(
         layers=layers,
         layers_key=f"{layers_key}.{{}}",
         gathers=any(ddp.get(name) for name in GATHERS),
+        unscaled="the first fp16 overflow ends the job with NotImplementedError",
     )
 
 

@@ -243,7 +243,10 @@ def unknown(section: Section, *, dispatches: bool) -> Iterator[Problem]:
     moved = {"fsdp_config": engine_key}
     if section.strategy == "megatron":
         moved = {"fsdp_config": f"{engine_key}.dtype"}
-    elif section.strategy in ("fsdp", "fsdp2"):
+    else:
+        need = "--config-name=ppo_megatron_trainer beside it, as only Megatron's optimizer has it"
+        moved.update(dict.fromkeys(PRECISION_AWARE_FIELDS, need))
+    if section.strategy in ("fsdp", "fsdp2"):
         moved.update({word: f"{engine_key}.mixed_precision.{word}" for word in fsdp.MIXED})
         if section.group == fsdp.ENGINE:  # the engine does not read its ``dtype``
             moved["dtype"] = moved["param_dtype"]
