@@ -565,15 +565,12 @@ class Nowhere:
     async def send_weights(self, weights: Any) -> None: ...
 
 
-def lost(
-    dtype: str, merge: bool | None = None, steps: int = 4, apart: bool = False
-) -> dict[str, Any]:
+def lost(dtype: str, merge: bool | None = None, apart: bool = False) -> dict[str, Any]:
     """Lost updates of a worker with a rollout dtype.
 
     Args:
         dtype: the rollout's dtype.
         merge: whether adapters are merged before they are sent; ``None``: no adapters are trained.
-        steps: number of steps; each one is measured.
         apart: whether a checkpoint engine sends the weights.
     """
     import verl.utils.tensordict_utils as tu
@@ -590,7 +587,7 @@ def lost(
         *("actor_rollout_ref.rollout.checkpoint_engine.backend=nowhere" for _ in range(apart)),
     )
     training, metrics = one.actor, {}
-    for step in range(steps):
+    for step in range(3):
         training.set_loss_fn(support.loss_function([1.0] * 9))
         data = support.batch(step)
         tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
