@@ -61,20 +61,6 @@ def test_the_precision_aware_optimizer_needs_adam() -> None:
     )
 
 
-def test_the_precision_aware_optimizer_takes_bf16_states() -> None:
-    """The shim sets bf16 main grads and bf16 moments for a bf16 model."""
-    make_config(
-        optimizer="adam",
-        bf16=True,
-        params_dtype=BF16,
-        use_precision_aware_optimizer=True,
-        use_distributed_optimizer=True,
-        main_grads_dtype=BF16,
-        exp_avg_dtype=BF16,
-        exp_avg_sq_dtype=BF16,
-    )
-
-
 def test_low_precision_states_need_the_precision_aware_optimizer() -> None:
     """The shim writes ``use_precision_aware_optimizer=False`` only if all states are fp32."""
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -105,20 +91,6 @@ def test_megatrons_defaults() -> None:
     assert made.loss_scale is None
     assert bucket.grad_reduce_in_fp32 is False
     assert bucket.check_for_nan_in_grad is False
-
-
-def test_an_overflow_is_an_answer_and_no_exception() -> None:
-    """The shim replaces ``(False, None, None)``, which Megatron returns for an overflow."""
-    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
-
-    steps: list[str] = []
-    optimizer = SimpleNamespace(
-        config=make_config(),
-        prepare_grads=lambda: True,
-        step_with_ready_grads=lambda: steps.append("step"),
-    )
-    assert MixedPrecisionOptimizer.step(optimizer) == (False, None, None)
-    assert not steps
 
 
 def test_megatrons_scaler() -> None:
@@ -175,22 +147,6 @@ def make_chunk(**ddp: Any) -> Iterator[Any]:
         yield DistributedDataParallel(
             config=config, ddp_config=DistributedDataParallelConfig(**ddp), module=layer
         )
-
-
-def test_the_dtype_of_a_gradient_bucket() -> None:
-    """The shim sets ``grad_reduce_in_fp32``, which decides the gradients' dtype."""
-    for in_fp32 in (True, False):
-        with make_chunk(grad_reduce_in_fp32=in_fp32) as chunk:
-            assert chunk.buffers[0].grad_data.dtype is (FP32 if in_fp32 else BF16)
-
-
-def test_ddps_check_of_gradients_ends_the_job() -> None:
-    """The shim turns off the DDP's check of gradients if a dynamic scaler skips overflows."""
-    for checks in (True, False):
-        with make_chunk(check_for_nan_in_grad=checks) as chunk:
-            chunk.buffers[0].grad_data.fill_(float("inf"))
-            with pytest.raises(Exception, match="grad") if checks else nullcontext():
-                chunk.finish_grad_sync()
 
 
 def test_main_grads_dtype_is_only_a_name() -> None:

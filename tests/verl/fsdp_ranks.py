@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -345,22 +344,8 @@ def metrics(job: Job) -> dict[str, Any]:
             # The trainers reduce metrics in this way before they log.
             minis = {k: float(v) for k, v in reduce_metrics(dict(minis)).items()}
         found["critic" if critic else "actor"] = [said, looked, minis]
-    return found
-
-
-@case
-def without_the_meter(job: Job) -> list[str]:
-    """Train with all features but without the meter; returns what is imported of the meter."""
-    import verl.utils.tensordict_utils as tu
-
-    install()
-    worker = support.training_worker(support.engine(job.model))
-    for step in range(2):
-        worker.set_loss_fn(support.loss_function([1.0] * 9))
-        data = support.batch(step)
-        tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
-        worker.train_batch(data)
-    return [name for name in sys.modules if name.startswith("precision_shim_tools.updates")]
+    meter = [name for name in sys.modules if name.startswith("precision_shim_tools.updates")]
+    return {"subjects": found, "meter": meter}
 
 
 @case
@@ -368,29 +353,23 @@ def lost_updates(job: Job) -> dict[str, Any]:
     """Metrics of a training with the meter, and whether the meter changes the training."""
     import verl.utils.tensordict_utils as tu
 
-    def train(critic: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        one = support.engine(
-            job.value_model if critic else job.model, critic=critic, param_dtype="bf16"
-        )
-        worker = support.training_worker(one, critic=critic)
+    def train() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        one = support.engine(job.model, param_dtype="bf16")
+        worker = support.training_worker(one)
         said = []
         for step in range(4):
-            worker.set_loss_fn(support.loss_function([1.0] * 9, critic=critic))
+            worker.set_loss_fn(support.loss_function([1.0] * 9))
             data = support.batch(step)
             tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
             metrics = tu.get(worker.train_batch(data), "metrics")
             said.append({k: v for k, v in metrics.items() if isinstance(v, float)})
         return said, support.engine_state(one)
 
-    found: dict[str, Any] = {}
-    for subject in ("actor", "critic"):
-        _, plain = train(subject == "critic")
-        install(watch_updates=1)
-        said, watched = train(subject == "critic")
-        (audit,) = precision_shim.status().audit
-        found[subject] = {"metrics": said, "kept": audit.parts[0].updates, "same": plain == watched}
-        precision_shim.uninstall()
-    return found
+    _, plain = train()
+    install(watch_updates=1)
+    said, watched = train()
+    (audit,) = precision_shim.status().audit
+    return {"metrics": said, "kept": audit.parts[0].updates, "same": plain == watched}
 
 
 @case
@@ -443,46 +422,6 @@ def by_hand(job: Job) -> dict[str, Any]:
         "scale": scale,
         "start": same,
     }
-
-
-@case
-def interrupted(job: Job, place: str) -> dict[str, Any]:
-    """Train with exceptions in two steps, each followed by its batch anew, and without."""
-    install(**GROWING)
-    found: dict[str, Any] = {"norms": [], "states": []}
-    for fails in ((), (2,) if place == "update" else (1, 2)):
-        one = support.engine(job.model)
-        norms = []
-        for step in range(5):
-            with one.train_mode():
-                for failing in (True, False) if step in fails else (False,):
-                    one.optimizer_zero_grad()
-                    made = support.loss_function((1.0, support.weight_at(step, (1,))))
-                    one.forward_backward_batch(support.batch(step), made, forward_only=False)
-                    if failing:
-                        _fail_in_a_step(one, place)
-                norms.append(str(one.optimizer_step()))
-        found["norms"].append(norms)
-        found["states"].append(support.engine_state(one))
-    return found
-
-
-def _fail_in_a_step(one: Any, place: str) -> None:
-    owner, name = {
-        "norm": (
-            importlib.import_module("verl.workers.engine.fsdp.transformer_impl"),
-            "fsdp2_clip_grad_norm_",
-        ),
-        "update": (one.optimizer, "step"),
-    }[place]
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("interrupted")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        with pytest.raises(OSError, match="interrupted"):
-            one.optimizer_step()
 
 
 @case
@@ -634,7 +573,7 @@ def prepare() -> None:
     """Import verl in the server."""
     support.prepare()
     look_ahead("verl")
-    for name in ("fsdp_saves", "head_ranks"):  # both add cases to this module
+    for name in ("fsdp_saves", "head_ranks", "sync_ranks"):  # they add cases to this module
         importlib.import_module(f"tests.verl.{name}")
 
 

@@ -210,7 +210,8 @@ def test_a_file_that_cannot_be_written_loses_no_checkpoint(faults: Any) -> None:
 
 def test_metrics(fsdp_ranks: Ranks) -> None:
     for one in fsdp_ranks("metrics"):
-        for subject, (steps, looked, minis) in one.items():
+        assert one["meter"] == []  # nobody asked for lost updates
+        for subject, (steps, looked, minis) in one["subjects"].items():
             scales = [step["loss_scale"] for step in steps]
             assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # each step's own scale
             assert [step["skipped_steps"] for step in steps] == [0.0, 1.0, 1.0]
@@ -232,18 +233,6 @@ def test_losses_and_norms_are_unscaled(fsdp_ranks: Ranks) -> None:
         assert reported == by_hand
         reported, by_hand = one["norms"]
         assert reported == pytest.approx(by_hand, rel=2.0**-10)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
-@pytest.mark.parametrize("place", ["norm", "update"])
-def test_a_batch_after_an_exception_is_exact(fsdp_ranks: Ranks, place: str) -> None:
-    """torch's own scaler raises an error in each later step: it takes it for a second one."""
-    for one in fsdp_ranks("interrupted", world=1, place=place):
-        straight, interrupted = one["norms"]
-        assert straight[1] == "nan"
-        assert interrupted == straight
-        assert one["states"][0] == one["states"][1]
 
 
 NO_EFFECT = [case for case in CASES if (case.framework, case.engine) == ("verl", "fsdp")]

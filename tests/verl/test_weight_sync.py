@@ -6,7 +6,7 @@ not start on a CPU: torch refuses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from ..processes.commands import command
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks
 from .conftest import VERL
 
 pytestmark = [
@@ -28,6 +28,8 @@ ROUNDS = Version("0.9") > VERL
 
 LORA = "base" if ROUNDS else "merged"
 """The kind of weights that verl sends with ``lora.merge``; before 0.9 without the adapters."""
+
+Launch = Callable[..., list[dict[str, Any]]]
 
 KEY = "rollout.engine_kwargs.vllm.dtype"
 
@@ -45,15 +47,17 @@ def both(dtype: str = "float16", **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Ranks]:
+def launch(fsdp_ranks: Ranks) -> Launch:
     """Runs jobs in fresh processes; returns the results of each rank, by the jobs' names."""
-    folder = tmp_path_factory.mktemp("ranks")
-    with rank_server("tests.verl.sync_ranks", folder, MODEL=str(checkpoint)) as ranks:
-        yield ranks
+
+    def run(kind: str, *, world: int = 2, **jobs: Any) -> list[dict[str, Any]]:
+        return fsdp_ranks("sync", world=world, kind=kind, jobs=jobs)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def two_ranks(launch: Ranks) -> list[dict[str, Any]]:
+def two_ranks(launch: Launch) -> list[dict[str, Any]]:
     """Results of the same jobs without the shim and with it, on two ranks."""
     jobs = {
         "off": off("float16"),
@@ -66,7 +70,7 @@ def two_ranks(launch: Ranks) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(launch: Ranks) -> dict[str, Any]:
+def one_rank(launch: Launch) -> dict[str, Any]:
     """Results for rollouts in each dtype, and for parameters that are stored in fp16."""
     jobs = {
         "off": off("bfloat16"),
@@ -142,7 +146,7 @@ def test_auto_is_told_and_left(one_rank: Any) -> None:
     )
 
 
-def test_the_torchtitan_engine(launch: Ranks) -> None:
+def test_the_torchtitan_engine(launch: Launch) -> None:
     for found in launch("titan", **both(), bf16=on("bfloat16")):
         assert found["off"]["is"] == found["bf16"]["is"] == ["trainer in bf16"]
         assert found["bf16"]["verls"]
@@ -157,7 +161,7 @@ def test_the_torchtitan_engine(launch: Ranks) -> None:
 @pytest.mark.skipif(
     Version("0.9.1") <= VERL, reason="0.9.1 gathers experts in a stream like others"
 )
-def test_torchtitans_expert_parallelism_is_told_and_left(launch: Ranks) -> None:
+def test_torchtitans_expert_parallelism_is_told_and_left(launch: Launch) -> None:
     (found,) = launch("titan", world=1, **both(ep=True))
     assert found["off"]["said"] == []
     (message,) = found["on"]["said"]
@@ -167,7 +171,7 @@ def test_torchtitans_expert_parallelism_is_told_and_left(launch: Ranks) -> None:
     assert found["on"]["is"] == found["off"]["is"] == ["trainer in bf16"]
 
 
-def test_mooncakes_wire(launch: Ranks) -> None:
+def test_mooncakes_wire(launch: Launch) -> None:
     own = on("float16", written="BF16")
     (found,) = launch("mooncake", world=1, **both(), fp32=on("float32"), written=own)
     assert found["off"]["is"] == ["trainer in bf16"]
@@ -179,13 +183,13 @@ def test_mooncakes_wire(launch: Ranks) -> None:
     assert "rollout.dtype=float16" in message
 
 
-def test_kimis_wire(launch: Ranks) -> None:
+def test_kimis_wire(launch: Launch) -> None:
     (found,) = launch("kimi", world=1, **both())
     assert (found["off"]["is"], found["on"]["is"]) == (["trainer in bf16"], ["trainer in fp16"])
 
 
 @pytest.mark.skipif(Version("0.9") > VERL, reason="delta_sharded is from 0.9")
-def test_deltas_of_the_fsdp_engine_beside_sglang(launch: Ranks) -> None:
+def test_deltas_of_the_fsdp_engine_beside_sglang(launch: Launch) -> None:
     for found in launch("shards", **both(), bf16=on("bfloat16")):
         for job, dtype in (("off", "bf16"), ("on", "fp16"), ("bf16", "bf16")):
             assert found[job]["seed"] == found[job]["is"] == [f"trainer in {dtype}"]
@@ -197,7 +201,7 @@ def test_deltas_of_the_fsdp_engine_beside_sglang(launch: Ranks) -> None:
 
 
 @pytest.mark.skipif(Version("0.9") > VERL, reason="delta_sharded is from 0.9")
-def test_the_delta_checkpoint_engine(launch: Ranks) -> None:
+def test_the_delta_checkpoint_engine(launch: Launch) -> None:
     """Each worker's start fails, because GPU packages are missing; the shim acts before that."""
     jobs = {f"{one}, bf16": on("bfloat16", engine=one) for one in ("vllm", "sglang")}
     jobs.update({one: on("float16", engine=one) for one in ("vllm", "sglang")})
@@ -228,7 +232,7 @@ def test_one_worker_says_whether_the_engines_agree(two_ranks: Any) -> None:
 
 
 @pytest.mark.skipif(Version("0.8") <= VERL, reason="verl 0.8 has no legacy workers")
-def test_a_worker_of_the_engine_is_not_compared_as_a_legacy_one(launch: Ranks) -> None:
+def test_a_worker_of_the_engine_is_not_compared_as_a_legacy_one(launch: Launch) -> None:
     """Only legacy workers compute in ``fsdp_config.dtype``; 0.7.1's engine autocasts to bf16."""
     legacy = on("float16", key="actor.fsdp_config.dtype")
     (found,) = launch("stream", world=1, legacy=legacy)
@@ -237,7 +241,7 @@ def test_a_worker_of_the_engine_is_not_compared_as_a_legacy_one(launch: Ranks) -
     assert found["legacy"]["compared"] == []
 
 
-def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
+def test_lost_updates_are_those_of_the_rollouts_copies(launch: Launch) -> None:
     """The metric follows the rollout's dtype; the trainer computes in fp16 in each of the jobs.
 
     LoRA's factors are copied if verl sends them; it merges them, or its checkpoint engines get the
@@ -259,7 +263,9 @@ def test_lost_updates_are_those_of_the_rollouts_copies(launch: Ranks) -> None:
     assert 0.0 < rank["sent"]["metrics"]["updates_lost_rollout"] <= 1.0
 
 
-def test_the_audit_has_what_was_sent_beside_the_trainers_own(launch: Ranks, tmp_path: Path) -> None:
+def test_the_audit_has_what_was_sent_beside_the_trainers_own(
+    launch: Launch, tmp_path: Path
+) -> None:
     """Audits verl's stream, the shim's streams, merged LoRA, and a stream that rounds to bf16."""
     jobs: dict[str, dict[str, Any]] = {
         "fp16": {"dtype": "float16", "takes": 3},
@@ -306,13 +312,8 @@ def test_the_audit_has_what_was_sent_beside_the_trainers_own(launch: Ranks, tmp_
         assert code == int(name in codes)
 
 
-def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:
-    (found,) = launch("registered", world=1, off={"on": False}, on={"on": True})
-    assert found["on"] == found["off"]
-
-
 @pytest.mark.skipif(Version("0.8") <= VERL, reason="verl 0.8 has no legacy workers")
-def test_the_audit_looks_at_what_a_legacy_worker_sends(launch: Ranks, tmp_path: Path) -> None:
+def test_the_audit_looks_at_what_a_legacy_worker_sends(launch: Launch, tmp_path: Path) -> None:
     same = "verl rollout: rollout-agreement: fp16, as the actor"
     ranks = launch("audited_legacy", one={"folder": str(tmp_path), "dtype": "float16"})
     for rank, times in zip(ranks, (1, 0), strict=True):
