@@ -145,17 +145,15 @@ def test_auto(build: Any, shim: Any, dtype: str) -> None:
         assert "cannot decay" in reasons("bf16-dispatch")
 
 
-@pytest.mark.parametrize("bridge", PATHS)
-def test_opt_in_fields_work_on_every_version(build: Any, shim: Any, bridge: bool) -> None:
+def test_opt_in_fields_work_on_every_version(build: Any, shim: Any) -> None:
     shim(settings={"optimizer_states": "as-configured"})
     built = build(
-        bridge=bridge,
         optim=optim_config(
             use_precision_aware_optimizer=True,
             main_grads_dtype="BF16",
             exp_avg_dtype="torch.bfloat16",
             exp_avg_sq_dtype="fp32",
-        ),
+        )
     )
     assert bucket(built) is BF16
     live = states(built)
@@ -282,15 +280,13 @@ def test_blockers_are_read_from_verls_config(
 
 
 @pytest.mark.skipif(not HAS_FIELDS, reason="verl has the fields only from 0.9")
-class TestWhatTheNativeAlignmentLeavesOut:
-    @pytest.mark.parametrize("bridge", PATHS)
-    def test_fp16_engine_with_bf16_fields(self, build: Any, shim: Any, bridge: bool) -> None:
-        shim()
-        optim = optim_config(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
-        with pytest.warns(PrecisionShimWarning, match="optim.main_grads_dtype=bf16 has no effect"):
-            built = build("float16", bridge=bridge, optim=optim)
-        assert bucket(built) is FP32, "an fp16 bucket ends in an AssertionError while clipping"
-        states(built)
+def test_fp16_engine_with_bf16_fields(build: Any, shim: Any) -> None:
+    shim()
+    optim = optim_config(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
+    with pytest.warns(PrecisionShimWarning, match="optim.main_grads_dtype=bf16 has no effect"):
+        built = build("float16", optim=optim)
+    assert bucket(built) is FP32, "an fp16 bucket ends in an AssertionError while clipping"
+    states(built)
 
 
 # -- where the precision-aware optimizer cannot run ------------------------------------------

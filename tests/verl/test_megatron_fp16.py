@@ -176,62 +176,63 @@ def test_other_dtypes_are_untouched(build: Any, shim: Any, dtype: str) -> None:
 # -- metrics -----------------------------------------------------------------------------------
 
 
-class TestMetrics:
-    def test_mini_batches(self, build: Any, shim: Any) -> None:
-        """PPO's trainers gather metrics over ranks and mini-batches, average and rename them."""
-        import verl.utils.tensordict_utils as tu
-        from verl.utils.metric import reduce_metrics
-        from verl.utils.py_functional import rename_dict
+def test_mini_batches(build: Any, shim: Any) -> None:
+    """PPO's trainers gather metrics over ranks and mini-batches, average and rename them."""
+    import verl.utils.tensordict_utils as tu
+    from verl.utils.metric import reduce_metrics
+    from verl.utils.py_functional import rename_dict
 
-        shim()
-        one = build(overrides={"initial_loss_scale": HUGE})
-        data = one.data(sequences=4)
-        del data["global_token_num"]
-        tu.assign_non_tensor(data, mini_batch_size=2, epochs=1, seed=1)
-        metrics = dict(tu.get(one.worker.train_mini_batch(data), "metrics"))
-        assert metrics["loss_scale"] == [HUGE, HUGE]
-        assert metrics["skipped_steps"] == [1.0, 2.0]
-        metrics.pop("mfu", None)
-        reduced = reduce_metrics(rename_dict(metrics, "actor/"))
-        assert math.isnan(reduced["actor/grad_norm"])
-        assert reduced["actor/loss_scale"] == HUGE
-        assert reduced["actor/skipped_steps"] == 1.5
+    shim()
+    one = build(overrides={"initial_loss_scale": HUGE})
+    data = one.data(sequences=4)
+    del data["global_token_num"]
+    tu.assign_non_tensor(data, mini_batch_size=2, epochs=1, seed=1)
+    metrics = dict(tu.get(one.worker.train_mini_batch(data), "metrics"))
+    assert metrics["loss_scale"] == [HUGE, HUGE]
+    assert metrics["skipped_steps"] == [1.0, 2.0]
+    metrics.pop("mfu", None)
+    reduced = reduce_metrics(rename_dict(metrics, "actor/"))
+    assert math.isnan(reduced["actor/grad_norm"])
+    assert reduced["actor/loss_scale"] == HUGE
+    assert reduced["actor/skipped_steps"] == 1.5
 
-    def test_scaling_does_not_show(self, build: Any, shim: Any) -> None:
-        """A quarter of the loss at four times the scale gives exactly a quarter of all figures."""
-        shim()
-        found = []
-        for scale, weight in ((2.0**6, 1.0), (2.0**8, 0.25)):
-            torch.manual_seed(0)
-            one = build(overrides={"initial_loss_scale": scale})
-            own = one.worker.loss_fn
 
-            def weighted(*args: Any, own: Any = own, weight: float = weight, **kwargs: Any) -> Any:
-                loss, metrics = own(*args, **kwargs)
-                return loss * weight, metrics
+def test_scaling_does_not_show(build: Any, shim: Any) -> None:
+    """A quarter of the loss at four times the scale gives exactly a quarter of all figures."""
+    shim()
+    found = []
+    for scale, weight in ((2.0**6, 1.0), (2.0**8, 0.25)):
+        torch.manual_seed(0)
+        one = build(overrides={"initial_loss_scale": scale})
+        own = one.worker.loss_fn
 
-            one.worker.set_loss_fn(weighted)
-            found.append(one.train())
-        mine, other = found
-        assert mine["loss"] == 4.0 * other["loss"] > 0.0
-        assert mine["grad_norm"] == 4.0 * other["grad_norm"] > 0.0
-        assert (mine["loss_scale"], other["loss_scale"]) == (2.0**6, 2.0**8)
+        def weighted(*args: Any, own: Any = own, weight: float = weight, **kwargs: Any) -> Any:
+            loss, metrics = own(*args, **kwargs)
+            return loss * weight, metrics
 
-    @pytest.mark.skipif(Version("0.9") > VERL, reason="verl has the Tinker worker from 0.9")
-    def test_tinker(self, build: Any, shim: Any) -> None:
-        """The Tinker worker has a separate call for the step."""
-        import verl.utils.tensordict_utils as tu
+        one.worker.set_loss_fn(weighted)
+        found.append(one.train())
+    mine, other = found
+    assert mine["loss"] == 4.0 * other["loss"] > 0.0
+    assert mine["grad_norm"] == 4.0 * other["grad_norm"] > 0.0
+    assert (mine["loss_scale"], other["loss_scale"]) == (2.0**6, 2.0**8)
 
-        shim()
-        one = build(
-            overrides={"initial_loss_scale": HUGE},
-            kind="verl.workers.engine_workers_tinker:TinkerTrainingWorker",
-        )
-        passed = tu.get(one.worker.forward_backward(one.data()), "metrics")
-        assert not {"loss_scale", "grad_norm"} & set(passed)
-        metrics = one.worker.optimizer_step()
-        assert math.isnan(metrics["grad_norm"])
-        assert (metrics["loss_scale"], metrics["skipped_steps"]) == (HUGE, 1.0)
+
+@pytest.mark.skipif(Version("0.9") > VERL, reason="verl has the Tinker worker from 0.9")
+def test_tinker(build: Any, shim: Any) -> None:
+    """The Tinker worker has a separate call for the step."""
+    import verl.utils.tensordict_utils as tu
+
+    shim()
+    one = build(
+        overrides={"initial_loss_scale": HUGE},
+        kind="verl.workers.engine_workers_tinker:TinkerTrainingWorker",
+    )
+    passed = tu.get(one.worker.forward_backward(one.data()), "metrics")
+    assert not {"loss_scale", "grad_norm"} & set(passed)
+    metrics = one.worker.optimizer_step()
+    assert math.isnan(metrics["grad_norm"])
+    assert (metrics["loss_scale"], metrics["skipped_steps"]) == (HUGE, 1.0)
 
 
 # -- settings ----------------------------------------------------------------------------------
