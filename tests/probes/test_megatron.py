@@ -93,6 +93,20 @@ def test_megatrons_defaults() -> None:
     assert bucket.check_for_nan_in_grad is False
 
 
+def test_an_overflow_is_an_answer_and_no_exception() -> None:
+    """The shim replaces ``(False, None, None)``, which Megatron returns for an overflow."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    steps: list[str] = []
+    optimizer = SimpleNamespace(
+        config=make_config(),
+        prepare_grads=lambda: True,
+        step_with_ready_grads=lambda: steps.append("step"),
+    )
+    assert MixedPrecisionOptimizer.step(optimizer) == (False, None, None)
+    assert not steps
+
+
 def test_megatrons_scaler() -> None:
     """The shim reads the scale from the device only after Megatron replaced the scale's tensor."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -147,6 +161,15 @@ def make_chunk(**ddp: Any) -> Iterator[Any]:
         yield DistributedDataParallel(
             config=config, ddp_config=DistributedDataParallelConfig(**ddp), module=layer
         )
+
+
+def test_ddps_check_of_gradients_ends_the_job() -> None:
+    """The shim turns off the DDP's check of gradients if a dynamic scaler skips overflows."""
+    for checks in (True, False):
+        with make_chunk(check_for_nan_in_grad=checks) as chunk:
+            chunk.buffers[0].grad_data.fill_(float("inf"))
+            with pytest.raises(Exception, match="grad") if checks else nullcontext():
+                chunk.finish_grad_sync()
 
 
 def test_main_grads_dtype_is_only_a_name() -> None:
