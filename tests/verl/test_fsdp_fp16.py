@@ -284,13 +284,14 @@ def test_other_dtypes_are_untouched(fsdp_ranks: Ranks, dtype: str | None) -> Non
 has_legacy_workers = pytest.mark.skipif(OWN_SCALER, reason="verl 0.8 has no legacy workers")
 
 
-@pytest.fixture(scope="module", params=["actor", "critic"])
+@pytest.fixture(scope="module", params=[("actor", 2), ("critic", 1)], ids=str)
 def legacy(
     request: pytest.FixtureRequest, fsdp_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Any, Any]:
-    role, place = request.param, tmp_path_factory.mktemp("legacy")
-    ours = fsdp_ranks("legacy_exact", folder=place, role=role)
-    return role, ours, fsdp_ranks("legacy_resumed", folder=place, role=role)
+    role, world = request.param
+    options = {"folder": tmp_path_factory.mktemp("legacy"), "world": world, "role": role}
+    ours = fsdp_ranks("legacy_exact", **options)
+    return role, ours, fsdp_ranks("legacy_resumed", **options)
 
 
 @has_legacy_workers
