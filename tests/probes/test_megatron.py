@@ -61,20 +61,6 @@ def test_the_precision_aware_optimizer_needs_adam() -> None:
     )
 
 
-def test_the_precision_aware_optimizer_takes_bf16_states() -> None:
-    """The shim sets bf16 main grads and bf16 moments for a bf16 model."""
-    make_config(
-        optimizer="adam",
-        bf16=True,
-        params_dtype=BF16,
-        use_precision_aware_optimizer=True,
-        use_distributed_optimizer=True,
-        main_grads_dtype=BF16,
-        exp_avg_dtype=BF16,
-        exp_avg_sq_dtype=BF16,
-    )
-
-
 def test_low_precision_states_need_the_precision_aware_optimizer() -> None:
     """The shim writes ``use_precision_aware_optimizer=False`` only if all states are fp32."""
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -175,13 +161,6 @@ def make_chunk(**ddp: Any) -> Iterator[Any]:
         yield DistributedDataParallel(
             config=config, ddp_config=DistributedDataParallelConfig(**ddp), module=layer
         )
-
-
-def test_the_dtype_of_a_gradient_bucket() -> None:
-    """The shim sets ``grad_reduce_in_fp32``, which decides the gradients' dtype."""
-    for in_fp32 in (True, False):
-        with make_chunk(grad_reduce_in_fp32=in_fp32) as chunk:
-            assert chunk.buffers[0].grad_data.dtype is (FP32 if in_fp32 else BF16)
 
 
 def test_ddps_check_of_gradients_ends_the_job() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -31,16 +30,18 @@ from . import fsdp_support as support
 LOUD = 2.0**11
 """A loss weight at which gradients overflow at a grown scale, but not at a fresh one."""
 
-OVERFLOWS = {4: support.HUGE, 15: LOUD}
-"""Loss weights by step: gradients overflow at one step in each half of twenty steps."""
+OVERFLOWS = {2: support.HUGE, 9: LOUD}
+"""Loss weights by step: gradients overflow at one step before and one after a save at step 6."""
+
+SAVED, STEPS = 6, 11
 
 SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 3}
 """Scaler settings: a fresh scaler differs from a scaler that grew and fell."""
 
-GROWING = {"loss_scale_init": 2.0, "growth_interval": 3, "growth_factor": 8.0}
-"""At step 15 of ``OVERFLOWS`` a kept scale is 2**12; a scale restarted at step 10 is 2**4.
+GROWING = {"loss_scale_init": 2.0, "growth_interval": 2, "growth_factor": 8.0}
+"""At step 9 of ``OVERFLOWS`` a kept scale is 2**12; a scale restarted at step 6 is 2**4.
 
-With ``LOUD`` the gradients of step 15 overflow at 2**12 and not at 2**4. The ratio of 256 is far
+With ``LOUD`` the gradients of step 9 overflow at 2**12 and not at 2**4. The ratio of 256 is far
 larger than differences between CPUs' kernels, so every CPU gives the same result.
 """
 
@@ -75,7 +76,7 @@ def verls_own(one: Any) -> None:
     one.scaler = ShardedGradScaler(
         device="cpu",
         init_scale=GROWING["loss_scale_init"],
-        growth_interval=3,
+        growth_interval=2,
         growth_factor=GROWING["growth_factor"],
     )
 
@@ -85,26 +86,26 @@ def verls_own(one: Any) -> None:
 
 @case
 def exact(job: Job) -> dict[str, Any]:
-    """Train twenty steps straight, and again with a save and a load after ten steps."""
+    """Train all steps straight, and again with a save and a load at step ``SAVED``."""
     install(**GROWING)
     one = support.engine(job.model)
     kind = type(one.scaler).__name__
-    said = support.train(one, range(20), OVERFLOWS)
+    said = support.train(one, range(STEPS), OVERFLOWS)
     straight = support.engine_state(one)
 
     two = support.engine(job.model)
-    support.train(two, range(10), OVERFLOWS)
+    support.train(two, range(SAVED), OVERFLOWS)
     half = support.engine_state(two)
     calls: list[int] = []
     step = two.optimizer.step
     two.optimizer.step = lambda *args, **kwargs: calls.append(1) or step(*args, **kwargs)
-    two.save_checkpoint(job.path("shim"), global_step=10)
+    two.save_checkpoint(job.path("shim"), global_step=SAVED)
     after_save = support.engine_state(two)
     three = support.engine(job.model)
-    support.train(three, range(50, 53))  # the load has to replace existing states
+    support.train(three, range(50, 51))  # the load has to replace existing states
     three.load_checkpoint(job.path("shim"), del_local_after_load=False)
     loaded = support.engine_state(three)
-    again = support.train(three, range(10, 20), OVERFLOWS)
+    again = support.train(three, range(SAVED, STEPS), OVERFLOWS)
     return {
         "kind": kind,
         "straight": straight,
@@ -116,7 +117,6 @@ def exact(job: Job) -> dict[str, Any]:
         "said_again": again,
         "steps_while_saving": len(calls),
         "files": support.folder_of(job.path("shim")),
-        "decisions": [str(one) for one in precision_shim.status().decisions],
     }
 
 
@@ -166,13 +166,18 @@ def strict(job: Job) -> dict[str, Any]:
 
 @case
 def resumed(job: Job) -> dict[str, Any]:
-    """In a new process, load the checkpoints of ``exact`` and of ``plain``, and train."""
-    install(**GROWING)
+    """In a new process, resume from ``exact`` without the shim, and with it; the latter trains."""
+    plain = support.engine(job.model)
+    plain.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    of_the_shim = support.engine_state(plain)
+    support.train(plain, range(1))
+    plain.save_checkpoint(job.path("plain"), global_step=1)
+    late = precision_shim.install(settings={**SETTINGS, **GROWING}).notes
     one = support.engine(job.model)
     with ours() as said:
         one.load_checkpoint(None)
         one.load_checkpoint(job.path("shim"), del_local_after_load=False)
-    support.train(one, range(10, 20), OVERFLOWS)
+    support.train(one, range(SAVED, STEPS), OVERFLOWS)
     end = support.engine_state(one)
     predicted = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
     two = support.engine(job.model)
@@ -180,26 +185,15 @@ def resumed(job: Job) -> dict[str, Any]:
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
     return {
+        "of_the_shim": of_the_shim,
+        "late": late,
         "end": end,
         "predicted": predicted,
         "said": said,
         "said_without": without,
         "fresh": support.engine_state(two)["scale"],
-        "trains": support.train(two, range(10, 12)),
+        "trains": support.train(two, range(1)),
     }
-
-
-@case
-def plain(job: Job) -> dict[str, Any]:
-    """Without the shim: train, save, and load a checkpoint of the shim."""
-    one = support.engine(job.model)
-    support.train(one, range(10))
-    one.save_checkpoint(job.path("plain"), global_step=10)
-    two = support.engine(job.model)
-    two.load_checkpoint(job.path("shim"), del_local_after_load=False)
-    late = precision_shim.install().notes
-    files = support.folder_of(job.path("plain"))
-    return {"files": files, "of_the_shim": support.engine_state(two), "late": late}
 
 
 @case
@@ -229,7 +223,7 @@ def faults(job: Job) -> dict[str, Any]:
     with one.eval_mode():
         looked = one.infer_batch(support.batch(4), support.loss_function())
     found["eval"] = [before, support.engine_state(one), looked["loss"]]
-    found["after"] = support.train(one, range(5, 7))
+    found["after"] = support.train(one, range(5, 6))
 
     # A directory blocks the shim's file; verl writes its own files.
     Path(job.path("blocked"), "precision_shim_scaler.json").mkdir(parents=True, exist_ok=True)
@@ -238,8 +232,9 @@ def faults(job: Job) -> dict[str, Any]:
     found["blocked"] = [said, support.folder_of(job.path("blocked"))]
 
     two = support.engine(job.model)
+    two.scaler.counter.steps = two.scaler.counter.in_row = 22
     try:
-        support.train(two, range(40), range(40))
+        support.train(two, range(4), range(4))
     except precision_shim.PrecisionShimError as error:
         found["end"] = [type(error).__name__, str(error), two.scaler.counter.steps]
     return found
@@ -349,22 +344,8 @@ def metrics(job: Job) -> dict[str, Any]:
             # The trainers reduce metrics in this way before they log.
             minis = {k: float(v) for k, v in reduce_metrics(dict(minis)).items()}
         found["critic" if critic else "actor"] = [said, looked, minis]
-    return found
-
-
-@case
-def without_the_meter(job: Job) -> list[str]:
-    """Train with all features but without the meter; returns what is imported of the meter."""
-    import verl.utils.tensordict_utils as tu
-
-    install()
-    worker = support.training_worker(support.engine(job.model))
-    for step in range(2):
-        worker.set_loss_fn(support.loss_function([1.0] * 9))
-        data = support.batch(step)
-        tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
-        worker.train_batch(data)
-    return [name for name in sys.modules if name.startswith("precision_shim_tools.updates")]
+    meter = [name for name in sys.modules if name.startswith("precision_shim_tools.updates")]
+    return {"subjects": found, "meter": meter}
 
 
 @case
@@ -372,29 +353,23 @@ def lost_updates(job: Job) -> dict[str, Any]:
     """Metrics of a training with the meter, and whether the meter changes the training."""
     import verl.utils.tensordict_utils as tu
 
-    def train(critic: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        one = support.engine(
-            job.value_model if critic else job.model, critic=critic, param_dtype="bf16"
-        )
-        worker = support.training_worker(one, critic=critic)
+    def train() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        one = support.engine(job.model, param_dtype="bf16")
+        worker = support.training_worker(one)
         said = []
         for step in range(4):
-            worker.set_loss_fn(support.loss_function([1.0] * 9, critic=critic))
+            worker.set_loss_fn(support.loss_function([1.0] * 9))
             data = support.batch(step)
             tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
             metrics = tu.get(worker.train_batch(data), "metrics")
             said.append({k: v for k, v in metrics.items() if isinstance(v, float)})
         return said, support.engine_state(one)
 
-    found: dict[str, Any] = {}
-    for subject in ("actor", "critic"):
-        _, plain = train(subject == "critic")
-        install(watch_updates=1)
-        said, watched = train(subject == "critic")
-        (audit,) = precision_shim.status().audit
-        found[subject] = {"metrics": said, "kept": audit.parts[0].updates, "same": plain == watched}
-        precision_shim.uninstall()
-    return found
+    _, plain = train()
+    install(watch_updates=1)
+    said, watched = train()
+    (audit,) = precision_shim.status().audit
+    return {"metrics": said, "kept": audit.parts[0].updates, "same": plain == watched}
 
 
 @case
@@ -450,46 +425,6 @@ def by_hand(job: Job) -> dict[str, Any]:
 
 
 @case
-def interrupted(job: Job, place: str) -> dict[str, Any]:
-    """Train with exceptions in two steps, each followed by its batch anew, and without."""
-    install(**GROWING)
-    found: dict[str, Any] = {"norms": [], "states": []}
-    for fails in ((), (2,) if place == "update" else (1, 2)):
-        one = support.engine(job.model)
-        norms = []
-        for step in range(5):
-            with one.train_mode():
-                for failing in (True, False) if step in fails else (False,):
-                    one.optimizer_zero_grad()
-                    made = support.loss_function((1.0, support.weight_at(step, (1,))))
-                    one.forward_backward_batch(support.batch(step), made, forward_only=False)
-                    if failing:
-                        _fail_in_a_step(one, place)
-                norms.append(str(one.optimizer_step()))
-        found["norms"].append(norms)
-        found["states"].append(support.engine_state(one))
-    return found
-
-
-def _fail_in_a_step(one: Any, place: str) -> None:
-    owner, name = {
-        "norm": (
-            importlib.import_module("verl.workers.engine.fsdp.transformer_impl"),
-            "fsdp2_clip_grad_norm_",
-        ),
-        "update": (one.optimizer, "step"),
-    }[place]
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("interrupted")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        with pytest.raises(OSError, match="interrupted"):
-            one.optimizer_step()
-
-
-@case
 def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
     """Train without fp16, with or without the shim, and count calls of verl's functions."""
     if on:
@@ -531,8 +466,12 @@ def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
 
 
 @case
-def without_effect(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
-    """Build an engine with further fields of its config, first warned, then under strict."""
+def without_effect(job: Job, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Build engines with further fields of their config, each first warned, then under strict."""
+    return [_warned_and_strict(job, fields) for fields in configs]
+
+
+def _warned_and_strict(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
     install()
     with ours() as said:
         one = support.engine(job.model, param_dtype=None, **fields)
@@ -544,6 +483,7 @@ def without_effect(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
         support.engine(job.model, param_dtype=None, **fields)
     except precision_shim.PrecisionShimError as raised:
         error = f"{type(raised).__name__}: {raised}"
+    precision_shim.uninstall()
     held = {parameter.dtype for parameter in one.module.parameters()}
     return {
         "said": said,
@@ -592,22 +532,20 @@ def legacy_exact(job: Job, role: str) -> dict[str, Any]:
     """The case ``exact`` for a legacy worker, with the metrics of its trainer."""
     install(**GROWING)
     model = job.model if role == "actor" else job.value_model
-    with ours() as said:
-        one = support.Legacy(model, role)
-    told = one.train(range(20), OVERFLOWS)
+    one = support.Legacy(model, role)
+    told = one.train(range(STEPS), OVERFLOWS)
     straight = one.state()
     two = support.Legacy(model, role)
-    two.train(range(10), OVERFLOWS)
+    two.train(range(SAVED), OVERFLOWS)
     half = two.state()
-    two.worker.save_checkpoint(job.path("shim"), global_step=10)
+    two.worker.save_checkpoint(job.path("shim"), global_step=SAVED)
     three = support.Legacy(model, role)
-    three.train(range(50, 53))
+    three.train(range(50, 51))
     three.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
     loaded = three.state()
-    three.train(range(10, 20), OVERFLOWS)
+    three.train(range(SAVED, STEPS), OVERFLOWS)
     return {
         "kind": type(one.inner.scaler).__name__,
-        "said": said,
         "straight": straight,
         "half": half,
         "loaded": loaded,
@@ -619,12 +557,12 @@ def legacy_exact(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
-    """In a new process, load a legacy worker's checkpoint and train ten more steps."""
+    """In a new process, load a legacy worker's checkpoint and train the other steps."""
     install(**GROWING)
     one = support.Legacy(job.model if role == "actor" else job.value_model, role)
     one.worker.load_checkpoint(None)
     one.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
-    one.train(range(10, 20), OVERFLOWS)
+    one.train(range(SAVED, STEPS), OVERFLOWS)
     return {"end": one.state()}
 
 
@@ -635,7 +573,7 @@ def prepare() -> None:
     """Import verl in the server."""
     support.prepare()
     look_ahead("verl")
-    for name in ("fsdp_saves", "head_ranks"):  # both add cases to this module
+    for name in ("fsdp_saves", "head_ranks", "sync_ranks"):  # they add cases to this module
         importlib.import_module(f"tests.verl.{name}")
 
 

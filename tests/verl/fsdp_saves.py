@@ -111,19 +111,19 @@ def ended_early(job: Job, over: bool) -> dict[str, Any]:
 
 
 @case
-def ended(job: Job, over: bool, content: str) -> dict[str, Any]:
+def ended(job: Job, content: str) -> dict[str, Any]:
     """Repeat the save of ``ended_early``, and kill this process at a file operation."""
     install(**GROWING)
     target = Path(job.path("target"))
-    one, _ = two_states(job, target, over)
+    one, _ = two_states(job, target, over=False)
     with killed_at(target, content):
         one.save_checkpoint(str(target), global_step=2)
     return {}
 
 
 @case
-def saved_again(job: Job, how: str) -> dict[str, Any]:
-    """Save in fp16 with the shim, then save again into the same directory as ``how`` says."""
+def saved_again(job: Job, copied: bool) -> dict[str, Any]:
+    """Save in fp16, then copy the directory, or save again into it, in bfloat16."""
     found: dict[str, Any] = {}
     install(**GROWING)
     one = support.engine(job.model)
@@ -131,13 +131,9 @@ def saved_again(job: Job, how: str) -> dict[str, Any]:
     place = job.path("place")
     one.save_checkpoint(place, global_step=1)
     first = whole_state(one)
-    if how == "without the shim":
-        precision_shim.uninstall()
-        one = support.engine(job.model)
-    elif how == "in bfloat16":
+    if not copied:
         one = support.engine(job.model, param_dtype="bf16")
-    support.train(one, range(4, 6))
-    if how != "copied":
+        support.train(one, range(4, 5))
         one.save_checkpoint(place, global_step=2)
     else:
         if dist.get_rank() == 0:
@@ -164,19 +160,18 @@ def saved_again(job: Job, how: str) -> dict[str, Any]:
 
 
 @case
-def legacy_saved_again(job: Job, role: str) -> dict[str, Any]:
+def legacy_saved_again(job: Job) -> dict[str, Any]:
     """Save a legacy worker with the shim, then again without it, and load."""
     install(**GROWING)
-    model = job.model if role == "actor" else job.value_model
-    one = support.Legacy(model, role)
+    one = support.Legacy(job.model)
     one.train(range(4), (1,))
     one.worker.save_checkpoint(job.path("place"), global_step=1)
     precision_shim.uninstall()
-    two = support.Legacy(model, role)
-    two.train(range(2))
+    two = support.Legacy(job.model)
+    two.train(range(1))
     two.worker.save_checkpoint(job.path("place"), global_step=2)
     install(**GROWING)
-    three = support.Legacy(model, role)
+    three = support.Legacy(job.model)
     with ours() as said:
         three.worker.load_checkpoint(job.path("place"), del_local_after_load=False)
     return {"loaded": three.state(), "said": said}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -392,11 +391,6 @@ class Legacy:
     def state(self) -> dict[str, Any]:
         """``state`` of the worker's model."""
         return state(self.module, self.optimizer, getattr(self.inner, "scaler", None))
-
-
-def quiet() -> None:
-    """Discard verl's prints; the ranks return results through files."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def folder_of(path: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rank processes of the weight sync's tests; ``tests/processes/rank_server.py`` starts them.
+"""Cases of the ranks in ``fsdp_ranks.py``: the weights that are sent to the rollout.
 
 A rank builds verl's real ``ActorRolloutRefWorker`` from verl's shipped config, and reads the stream
 of weights that the worker would send to the rollout engine.
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
-import inspect
 import os
 import sys
 from collections import Counter
@@ -31,9 +30,10 @@ from precision_shim.precision.dtypes import name_of
 from precision_shim_adapters.verl.rollout.weight_sync import rounds_weights
 
 from ..every_framework.shim_warnings import ours
-from ..processes.rank_server import Launch, look_ahead
+from ..processes.rank_server import look_ahead
 from ..stand_ins.empty_packages import Empty
 from . import fsdp_support as support
+from .fsdp_ranks import Job, case
 
 READS = ("_local_scalar_dense", "item", "equal")
 """Operators at which the host waits for a device."""
@@ -565,15 +565,12 @@ class Nowhere:
     async def send_weights(self, weights: Any) -> None: ...
 
 
-def lost(
-    dtype: str, merge: bool | None = None, steps: int = 4, apart: bool = False
-) -> dict[str, Any]:
+def lost(dtype: str, merge: bool | None = None, apart: bool = False) -> dict[str, Any]:
     """Lost updates of a worker with a rollout dtype.
 
     Args:
         dtype: the rollout's dtype.
         merge: whether adapters are merged before they are sent; ``None``: no adapters are trained.
-        steps: number of steps; each one is measured.
         apart: whether a checkpoint engine sends the weights.
     """
     import verl.utils.tensordict_utils as tu
@@ -590,7 +587,7 @@ def lost(
         *("actor_rollout_ref.rollout.checkpoint_engine.backend=nowhere" for _ in range(apart)),
     )
     training, metrics = one.actor, {}
-    for step in range(steps):
+    for step in range(3):
         training.set_loss_fn(support.loss_function([1.0] * 9))
         data = support.batch(step)
         tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
@@ -598,21 +595,6 @@ def lost(
     return {
         "metrics": {name: value for name, value in metrics.items() if name.startswith("updates")},
         "figures": meters.of(training.engine.optimizer).figures,
-    }
-
-
-def registered(on: bool) -> dict[str, Any]:
-    """The attributes of a worker's method that verl reads to call it through Ray."""
-    from verl.single_controller.base.decorator import MAGIC_ATTR
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    if on:
-        precision_shim.install()
-    method = ActorRolloutRefWorker.init_model
-    return {
-        "attributes": sorted(map(str, getattr(method, MAGIC_ATTR).items())),
-        "function": inspect.isfunction(method),
-        "coroutine": inspect.iscoroutinefunction(method),
     }
 
 
@@ -634,12 +616,22 @@ def rollouts(said: list[str]) -> list[str]:
     return [each for each in said if "rollout" in each and COMPARED not in each]
 
 
-# -- processes ---------------------------------------------------------------------------------
-
-
 def prepare() -> None:
-    """Import verl in the server, and make the CPU its accelerator."""
+    """Import verl in the server, and make the CPU its accelerator, for its workers too."""
     support.prepare()
+    look_ahead("verl")
+    let_workers_start()
+
+
+@case
+def sync(job: Job, kind: str, jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Run jobs of a kind, which is the name of a function of this module; returns their results."""
+    let_workers_start()
+    return {name: globals()[kind](**options) for name, options in jobs.items()}
+
+
+def let_workers_start() -> None:
+    """Replace what verl's workers ask of a GPU or its driver."""
     from verl.utils import flops_counter
     from verl.workers import engine_workers
     from verl.workers.engine import base
@@ -652,17 +644,3 @@ def prepare() -> None:
     if hasattr(engine_workers, "set_numa_affinity"):  # it needs a GPU driver
         engine_workers.set_numa_affinity = lambda: None
     engine_workers.aggressive_empty_cache = lambda **kwargs: None
-    look_ahead("verl")
-
-
-def run(launch: Launch) -> dict[str, Any]:
-    """Run a rank from its start to its end."""
-    with launch.joined():
-        cases = {
-            one.__name__: one
-            for one in (
-                *(stream, titan, mooncake, kimi, delta, shards),
-                *(lost, audited, audited_legacy, registered),
-            )
-        }
-        return {name: cases[launch.case](**options) for name, options in launch.options.items()}

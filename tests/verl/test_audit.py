@@ -40,8 +40,7 @@ def test_alone_it_knows_whose_optimizer_it_is(fused_adam: str, checkpoint: Path,
     assert not precision_shim.status().decisions
 
 
-@pytest.mark.parametrize("features", [["audit"], None], ids=["alone", "all"])
-@pytest.mark.parametrize("strict", [False, True], ids=["warns", "strict"])
+@pytest.mark.parametrize(("features", "strict"), [(["audit"], False), (None, True)])
 def test_a_bucket_that_the_user_wrote(
     fused_adam: str, checkpoint: Path, shim: Any, features: Any, strict: bool
 ) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -139,138 +139,120 @@ def same(one: Any, other: Any, which: slice = slice(None)) -> bool:
     )
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("remainders", [True, False], ids=["remainders", "whole-masters"])
-class TestOnce:
-    def test_on_to_on(
-        self, fused_adam: str, tmp_path: Path, sharding: str, remainders: bool
-    ) -> None:
-        """States and the losses of further steps are equal bit for bit."""
-        extra = {} if remainders else {"store_param_remainders": False}
-        with shim(on=True):
-            first = job(**extra)
-            first.train(STEPS)
-            first.save(tmp_path / "saved", sharding)
-            saved = first.states()
-            straight = first.train(STEPS, first=STEPS)
-            second = job(seed=1, **extra)
-            second.load(tmp_path / "saved", sharding)
-            assert same(saved, second.states())
-            assert second.train(STEPS, first=STEPS) == straight
-            assert same(first.states(), second.states())
+@pytest.mark.parametrize(
+    ("sharding", "remainders"), [*((one, True) for one in SHARDINGS), ("fully_reshardable", False)]
+)
+def test_on_to_on_and_off(fused_adam: str, tmp_path: Path, sharding: str, remainders: bool) -> None:
+    """States and later losses are equal bit for bit; an unpatched Megatron reads exact states."""
+    extra = {} if remainders else {"store_param_remainders": False}
+    with shim(on=True):
+        first = job(**extra)
+        first.train(STEPS)
+        first.save(tmp_path / "saved", sharding)
+        saved = first.states()
+        straight = first.train(STEPS, first=STEPS)
+        second = job(seed=1, **extra)
+        second.load(tmp_path / "saved", sharding)
+        assert same(saved, second.states())
+        assert second.train(STEPS, first=STEPS) == straight
+        assert same(first.states(), second.states())
+    third = job(seed=1)
+    third.load(tmp_path / "saved", sharding)
+    assert not third.optimizer.config.use_precision_aware_optimizer
+    assert same(saved, third.states())
+    third.train(1, first=STEPS)
 
-    def test_on_to_off(
-        self, fused_adam: str, tmp_path: Path, sharding: str, remainders: bool
-    ) -> None:
-        """An unpatched Megatron with fp32 states reads the shim's checkpoint exactly."""
-        with shim(on=True):
-            first = job(**({} if remainders else {"store_param_remainders": False}))
-            first.train(STEPS)
-            first.save(tmp_path / "saved", sharding)
-            saved = first.states()
-        with shim(on=False):
-            second = job(seed=1)
-            second.load(tmp_path / "saved", sharding)
-            assert not second.optimizer.config.use_precision_aware_optimizer
-            assert same(saved, second.states())
-            second.train(1, first=STEPS)
+
+def go_on(folder: Path, sharding: str, first_on: bool, second_on: bool) -> str:
+    """The result of a resume: ``exact``, ``other weights``, or an error's name."""
+    folder, own = folder / f"{first_on}-{second_on}", {"use_precision_aware_optimizer": True}
+    with shim(first_on, "as-configured"):
+        first = job(**own)
+        first.train(STEPS)
+        first.save(folder, sharding)
+        saved = first.states()
+        straight = first.train(STEPS, first=STEPS)
+    with shim(second_on, "as-configured"):
+        second = job(seed=1, **own)
+        try:
+            second.load(folder, sharding)
+        except Exception as error:  # Megatron raises several kinds
+            return type(error).__name__
+        exact = same(saved, second.states())
+        exact = exact and second.train(STEPS, first=STEPS) == straight
+        return "exact" if exact else "other weights"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
-class TestOnesOwnRemainders:
-    """The user's own config is precision-aware, so an unpatched Megatron has remainders, too."""
+def test_ones_own_remainders(fused_adam: str, tmp_path: Path, sharding: str) -> None:
+    """The user's own config is precision-aware, so an unpatched Megatron has remainders, too.
 
-    OWN: ClassVar[dict[str, Any]] = {"use_precision_aware_optimizer": True}
-
-    def go_on(self, folder: Path, sharding: str, first_on: bool, second_on: bool) -> str:
-        """The result of a resume: ``exact``, ``other weights``, or an error's name."""
-        folder = folder / f"{first_on}-{second_on}"
-        with shim(first_on, "as-configured"):
-            first = job(**self.OWN)
-            first.train(STEPS)
-            first.save(folder, sharding)
-            saved = first.states()
-            straight = first.train(STEPS, first=STEPS)
-        with shim(second_on, "as-configured"):
-            second = job(seed=1, **self.OWN)
-            try:
-                second.load(folder, sharding)
-            except Exception as error:  # Megatron raises several kinds
-                return type(error).__name__
-            exact = same(saved, second.states())
-            exact = exact and second.train(STEPS, first=STEPS) == straight
-            return "exact" if exact else "other weights"
-
-    def test_the_switch_changes_nothing(
-        self, fused_adam: str, tmp_path: Path, sharding: str
-    ) -> None:
-        """A resume without the shim ends as if the shim had never been on."""
-        by_itself = self.go_on(tmp_path, sharding, first_on=False, second_on=False)
-        assert by_itself != "other weights"
-        assert self.go_on(tmp_path, sharding, first_on=True, second_on=False) == by_itself
-        assert self.go_on(tmp_path, sharding, first_on=True, second_on=True) == "exact"
-        back = self.go_on(tmp_path, sharding, first_on=False, second_on=True)
-        if sharding == "dp_reshardable":
-            assert (by_itself == "exact") == reads_remainders()
-            assert back == "exact"
-        else:
-            assert back == "CheckpointLayoutError"
+    A resume without the shim ends as if the shim had never been on.
+    """
+    by_itself = go_on(tmp_path, sharding, first_on=False, second_on=False)
+    assert by_itself != "other weights"
+    assert go_on(tmp_path, sharding, first_on=True, second_on=False) == by_itself
+    assert go_on(tmp_path, sharding, first_on=True, second_on=True) == "exact"
+    back = go_on(tmp_path, sharding, first_on=False, second_on=True)
+    if sharding == "dp_reshardable":
+        assert (by_itself == "exact") == reads_remainders()
+        assert back == "exact"
+    else:
+        assert back == "CheckpointLayoutError"
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-class TestTheOtherWay:
-    def test_off_to_on_is_refused(self, fused_adam: str, tmp_path: Path, sharding: str) -> None:
-        """bf16 would round fp32 moments, so the error names both layouts and a variable to set."""
-        with shim(on=False):
-            first = job()
-            first.train(STEPS)
-            first.save(tmp_path / "saved", sharding)
-        with shim(on=True):
-            second = job(seed=1)
-            with pytest.raises(CheckpointLayoutError, match=r"fp32.*bf16") as caught:
-                second.load(tmp_path / "saved", sharding)
-        assert "PRECISION_SHIM_OPTIMIZER_STATES=as-configured" in str(caught.value)
+def test_off_to_on_is_refused_and_the_remedy_works(
+    fused_adam: str, tmp_path: Path, sharding: str
+) -> None:
+    """bf16 would round fp32 moments, so the error names both layouts and a variable to set."""
+    first = job()
+    first.train(STEPS)
+    first.save(tmp_path / "saved", sharding)
+    saved = first.states()
+    straight = first.train(STEPS, first=STEPS)
+    with shim(on=True):
+        second = job(seed=1)
+        with pytest.raises(CheckpointLayoutError, match=r"fp32.*bf16") as caught:
+            second.load(tmp_path / "saved", sharding)
+    assert "PRECISION_SHIM_OPTIMIZER_STATES=as-configured" in str(caught.value)
+    with shim(on=True, policy="as-configured"):
+        third = job(seed=1)
+        third.load(tmp_path / "saved", sharding)
+        assert same(saved, third.states())
+        assert third.train(STEPS, first=STEPS) == straight
 
-    def test_the_refusals_remedy_works(
-        self, fused_adam: str, tmp_path: Path, sharding: str
-    ) -> None:
-        with shim(on=False):
-            first = job()
-            first.train(STEPS)
-            first.save(tmp_path / "saved", sharding)
-            saved = first.states()
-            straight = first.train(STEPS, first=STEPS)
-        precision_shim.install(settings={"optimizer_states": "as-configured"})
-        try:
-            second = job(seed=1)
+
+@pytest.mark.parametrize(
+    ("sharding", "policy"),
+    [
+        ("dp_reshardable", "follow-model"),
+        ("dp_reshardable", "as-configured"),
+        ("fully_reshardable", "follow-model"),
+        ("dp_zero_gather_scatter", "as-configured"),
+    ],
+)
+def test_remainders_of_an_unpatched_megatron(
+    fused_adam: str, tmp_path: Path, sharding: str, policy: str
+) -> None:
+    """The shim reads remainders that the file identifies, and refuses a file that does not."""
+    with shim(on=True):  # a user's own code could build it so; saved without the shim
+        first = job()
+    assert first.optimizer.config.exp_avg_dtype is torch.bfloat16
+    first.train(STEPS)
+    first.save(tmp_path / "saved", sharding)
+    saved = first.states()
+    with shim(on=True, policy=policy):
+        second = job(seed=1)
+        aware = second.optimizer.config.use_precision_aware_optimizer
+        assert aware == (policy == "follow-model")
+        if sharding == "dp_reshardable":
             second.load(tmp_path / "saved", sharding)
             assert same(saved, second.states())
-            assert second.train(STEPS, first=STEPS) == straight
-        finally:
-            precision_shim.uninstall()
-
-    @pytest.mark.parametrize("policy", ["follow-model", "as-configured"])
-    def test_remainders_of_an_unpatched_megatron(
-        self, fused_adam: str, tmp_path: Path, sharding: str, policy: str
-    ) -> None:
-        """The shim reads remainders that the file identifies, and refuses a file that does not."""
-        with shim(on=True):  # a user's own code could build it so; saved without the shim
-            first = job()
-        assert first.optimizer.config.exp_avg_dtype is torch.bfloat16
-        first.train(STEPS)
-        first.save(tmp_path / "saved", sharding)
-        saved = first.states()
-        with shim(on=True, policy=policy):
-            second = job(seed=1)
-            aware = second.optimizer.config.use_precision_aware_optimizer
-            assert aware == (policy == "follow-model")
-            if sharding == "dp_reshardable":
+        else:
+            with pytest.raises(CheckpointLayoutError, match="remainders"):
                 second.load(tmp_path / "saved", sharding)
-                assert same(saved, second.states())
-            else:
-                with pytest.raises(CheckpointLayoutError, match="remainders"):
-                    second.load(tmp_path / "saved", sharding)
 
 
 @pytest.mark.skipif(Version("0.8") > VERL, reason="0.7's engine saves through the same functions")

@@ -114,29 +114,17 @@ def test_the_models_dtype_counts_and_not_verls_flags(fused_adam: str, shim: Any)
     assert made == right
 
 
-class TestTrainableParameters:
+def test_frozen_parameters_do_not_count(fused_adam: str, shim: Any) -> None:
     """Of LoRA's parameters, only the trained ones determine the bucket's dtype."""
+    shim(settings=FOLLOW)
 
-    @staticmethod
-    def keep(names: str, dtype: torch.dtype | None = None) -> Any:
-        def prepare(made: Any) -> None:
-            for name, parameter in made.named_parameters():
-                parameter.requires_grad = names in name
-                if dtype is not None and names in name:
-                    parameter.data = parameter.data.to(dtype)
+    def prepare(made: Any) -> None:
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad = "layernorm" in name
+        embedding = made.embedding.word_embeddings
+        embedding.weight.data = embedding.weight.data.float()
 
-        return prepare
-
-    def test_frozen_ones_do_not_count(self, fused_adam: str, shim: Any) -> None:
-        shim(settings=FOLLOW)
-
-        def prepare(made: Any) -> None:
-            self.keep("layernorm")(made)
-            made.embedding.word_embeddings.weight.data = (
-                made.embedding.word_embeddings.weight.data.float()
-            )
-
-        assert bucket(model(BF16, prepare)) == {BF16}
+    assert bucket(model(BF16, prepare)) == {BF16}
 
 
 def test_megatron_used_directly_gets_coercion_and_nothing_else(fused_adam: str, shim: Any) -> None:

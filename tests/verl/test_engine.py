@@ -85,8 +85,7 @@ def reasons(feature: str) -> str:
 
 
 @pytest.mark.parametrize("bridge", PATHS)
-@pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("critic", "dtype"), [(False, BF16), (True, FP16)])
 def test_table_in_live_objects(
     build: Any, shim: Any, bridge: bool, critic: bool, dtype: torch.dtype
 ) -> None:
@@ -120,12 +119,9 @@ def test_table_in_live_objects(
 
 
 @pytest.mark.parametrize("bridge", PATHS)
-@pytest.mark.parametrize("states_of", ["auto", "follow-model"])
-def test_fp32_model_gets_an_fp32_optimizer(
-    build: Any, shim: Any, bridge: bool, states_of: str
-) -> None:
+def test_fp32_model_gets_an_fp32_optimizer(build: Any, shim: Any, bridge: bool) -> None:
     """An fp32 model gets an fp32 optimizer also before 0.9, where verl would set bf16."""
-    shim(settings={"optimizer_states": states_of})
+    shim(settings={"optimizer_states": "follow-model" if bridge else "auto"})
     built = build("float32", bridge=bridge)
     config = built.optimizer.config
     assert {p.dtype for chunk in built.module for p in chunk.parameters()} == {FP32}
@@ -135,12 +131,11 @@ def test_fp32_model_gets_an_fp32_optimizer(
     assert states(built)["exp_avg"] is FP32
 
 
-@pytest.mark.parametrize("bridge", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_auto(build: Any, shim: Any, bridge: bool, dtype: str) -> None:
+def test_auto(build: Any, shim: Any, dtype: str) -> None:
     """Before 0.9 ``auto`` follows the model with the guard; from 0.9 on it follows the config."""
     shim()
-    built = build(dtype, bridge=bridge)
+    built = build(dtype)
     follows = dtype == "bfloat16" and not HAS_FIELDS
     assert bucket(built) is (BF16 if follows else FP32)
     live = states(built)
@@ -150,17 +145,15 @@ def test_auto(build: Any, shim: Any, bridge: bool, dtype: str) -> None:
         assert "cannot decay" in reasons("bf16-dispatch")
 
 
-@pytest.mark.parametrize("bridge", PATHS)
-def test_opt_in_fields_work_on_every_version(build: Any, shim: Any, bridge: bool) -> None:
+def test_opt_in_fields_work_on_every_version(build: Any, shim: Any) -> None:
     shim(settings={"optimizer_states": "as-configured"})
     built = build(
-        bridge=bridge,
         optim=optim_config(
             use_precision_aware_optimizer=True,
             main_grads_dtype="BF16",
             exp_avg_dtype="torch.bfloat16",
             exp_avg_sq_dtype="fp32",
-        ),
+        )
     )
     assert bucket(built) is BF16
     live = states(built)
@@ -181,17 +174,15 @@ def test_models_in_one_process_differ(build: Any, shim: Any) -> None:
 # -- a value that the user wrote wins --------------------------------------------------------
 
 
-@pytest.mark.parametrize("bridge", PATHS)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("in_fp32", [True, False])
 def test_users_bucket_is_never_overridden(
-    build: Any, shim: Any, bridge: bool, dtype: torch.dtype, in_fp32: bool
+    build: Any, shim: Any, dtype: torch.dtype, in_fp32: bool
 ) -> None:
     shim(settings={"optimizer_states": "follow-model"})
     consistent = in_fp32 == (dtype is FP16)
     options = {
         "ddp": {"grad_reduce_in_fp32": in_fp32},
-        "bridge": bridge,
         "optim": optim_config(override_optimizer_config={"adam_beta2": 0.95}),
     }
     name = str(dtype).removeprefix("torch.")
@@ -289,15 +280,13 @@ def test_blockers_are_read_from_verls_config(
 
 
 @pytest.mark.skipif(not HAS_FIELDS, reason="verl has the fields only from 0.9")
-class TestWhatTheNativeAlignmentLeavesOut:
-    @pytest.mark.parametrize("bridge", PATHS)
-    def test_fp16_engine_with_bf16_fields(self, build: Any, shim: Any, bridge: bool) -> None:
-        shim()
-        optim = optim_config(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
-        with pytest.warns(PrecisionShimWarning, match="optim.main_grads_dtype=bf16 has no effect"):
-            built = build("float16", bridge=bridge, optim=optim)
-        assert bucket(built) is FP32, "an fp16 bucket ends in an AssertionError while clipping"
-        states(built)
+def test_fp16_engine_with_bf16_fields(build: Any, shim: Any) -> None:
+    shim()
+    optim = optim_config(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
+    with pytest.warns(PrecisionShimWarning, match="optim.main_grads_dtype=bf16 has no effect"):
+        built = build("float16", optim=optim)
+    assert bucket(built) is FP32, "an fp16 bucket ends in an AssertionError while clipping"
+    states(built)
 
 
 # -- where the precision-aware optimizer cannot run ------------------------------------------

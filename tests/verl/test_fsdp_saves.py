@@ -41,34 +41,26 @@ def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
     assert seen == {"refused by verl", "told", "new", *(["old"] if over else [])}
 
 
-@pytest.mark.parametrize(
-    "over",
-    [
-        pytest.param(True, id="over an old one", marks=pytest.mark.oldest),
-        pytest.param(False, id="into a fresh directory"),
-    ],
-)
-def test_killed_at_any_file_operation_of_a_save(
-    fsdp_ranks: Ranks, over: bool, tmp_path: Path
-) -> None:
-    found = fsdp_ranks("ended_early", world=1, folder=tmp_path / "copies", over=over)
-    assert_honest(found, over)
+@pytest.mark.oldest
+def test_killed_at_any_file_operation_of_a_save(fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    """Into a fresh directory."""
+    found = fsdp_ranks("ended_early", world=1, folder=tmp_path / "copies", over=False)
+    assert_honest(found, over=False)
     # A process that is really killed leaves the same files as the copies.
     contents = list(found[0]["contents"].values())
     for content in contents[len(contents) // 3 :: len(contents) // 2]:
         place = tmp_path / content
-        fsdp_ranks("ended", world=1, folder=place, dies=True, over=over, content=content)
+        fsdp_ranks("ended", world=1, folder=place, dies=True, content=content)
 
 
-@pytest.mark.parametrize("over", [True, False], ids=["over an old one", "into a fresh directory"])
-def test_killed_at_any_file_operation_of_either_of_two_ranks(fsdp_ranks: Ranks, over: bool) -> None:
-    assert_honest(fsdp_ranks("ended_early", over=over), over)
+def test_killed_at_any_file_operation_of_either_of_two_ranks(fsdp_ranks: Ranks) -> None:
+    """Over an old save."""
+    assert_honest(fsdp_ranks("ended_early", over=True), over=True)
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("how", ["without the shim", "in bfloat16"])
-def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: str) -> None:
-    for one in fsdp_ranks("saved_again", how=how):
+def test_saved_again_in_bfloat16_the_record_is_not_taken(fsdp_ranks: Ranks) -> None:
+    for one in fsdp_ranks("saved_again", copied=False):
         (said,) = one["said"]
         assert "is of another save than the files beside it: extra_state_world_size_2" in said
         assert "fresh scaler at 2" in said
@@ -81,9 +73,8 @@ def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: s
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("how", ["copied"])
-def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> None:
-    for one in fsdp_ranks("saved_again", how=how):
+def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks) -> None:
+    for one in fsdp_ranks("saved_again", copied=True):
         assert one["loaded"] == one["first"]
         assert one["said"] == []
         assert one["strict"] == ""
@@ -94,9 +85,8 @@ def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> No
 @pytest.mark.skipif(
     not Version("0.7") <= VERL < Version("0.8"), reason="verl 0.8 has no legacy workers"
 )
-@pytest.mark.parametrize("role", ["actor", "critic"])
-def test_legacy_workers_saved_again_without_the_shim(fsdp_ranks: Ranks, role: str) -> None:
-    for one in fsdp_ranks("legacy_saved_again", role=role):
+def test_a_legacy_worker_saved_again_without_the_shim(fsdp_ranks: Ranks) -> None:
+    for one in fsdp_ranks("legacy_saved_again"):
         (said,) = one["said"]
         assert "is of another save" in said
         assert one["loaded"]["scale"] == 2.0

@@ -122,33 +122,33 @@ class Legacy:
 
 
 @pytest.mark.parametrize("subject", ["actor", "critic"])
-class TestUpdate:
-    def test_trains(self, legacy: Any, shim: Any, subject: str) -> None:
-        """The worker skips steps while the scale is too high, and then trains."""
-        shim()
-        one = legacy(subject, initial_loss_scale=2.0**40, hysteresis=1)
-        start = one.parameters()
-        for step in (1, 2):
-            metrics = one.update(step)
-            assert metrics[f"{subject}/grad_norm"] == [pytest.approx(math.nan, nan_ok=True)]
-            assert metrics[f"{subject}/loss_scale"] == 2.0 ** (41 - step)
-            assert metrics[f"{subject}/skipped_steps"] == step
-            assert torch.equal(one.parameters(), start)
-        for key, value in metrics.items():  # the trainer averages metrics so
-            assert np.isnan(np.mean(value)) == key.endswith("grad_norm")
-        one.scaler.load_state_dict(
-            {"scale": torch.tensor([256.0]), "growth_tracker": 0, "hysteresis_tracker": 1}
-        )
-        metrics = one.update(3)
-        assert math.isfinite(metrics[f"{subject}/grad_norm"][0])
-        assert metrics[f"{subject}/loss_scale"] == 256.0
-        assert metrics[f"{subject}/skipped_steps"] == 2.0
-        assert not torch.equal(one.parameters(), start)
+def test_trains(legacy: Any, shim: Any, subject: str) -> None:
+    """The worker skips steps while the scale is too high, and then trains."""
+    shim()
+    one = legacy(subject, initial_loss_scale=2.0**40, hysteresis=1)
+    start = one.parameters()
+    for step in (1, 2):
+        metrics = one.update(step)
+        assert metrics[f"{subject}/grad_norm"] == [pytest.approx(math.nan, nan_ok=True)]
+        assert metrics[f"{subject}/loss_scale"] == 2.0 ** (41 - step)
+        assert metrics[f"{subject}/skipped_steps"] == step
+        assert torch.equal(one.parameters(), start)
+    for key, value in metrics.items():  # the trainer averages metrics so
+        assert np.isnan(np.mean(value)) == key.endswith("grad_norm")
+    one.scaler.load_state_dict(
+        {"scale": torch.tensor([256.0]), "growth_tracker": 0, "hysteresis_tracker": 1}
+    )
+    metrics = one.update(3)
+    assert math.isfinite(metrics[f"{subject}/grad_norm"][0])
+    assert metrics[f"{subject}/loss_scale"] == 256.0
+    assert metrics[f"{subject}/skipped_steps"] == 2.0
+    assert not torch.equal(one.parameters(), start)
 
-    def test_settings(self, legacy: Any, shim: Any, subject: str) -> None:
-        shim(settings={"loss_scale_init": 64.0, "growth_interval": 1, "growth_factor": 4.0})
-        one = legacy(subject)
-        scales = [one.update(step)[f"{subject}/loss_scale"] for step in range(3)]
-        assert scales == [64.0, 256.0, 1024.0]
-        said = [str(one) for one in precision_shim.status().decisions]
-        assert any(f"verl {subject}: fp16-scaling" in line for line in said)
+
+def test_settings(legacy: Any, shim: Any) -> None:
+    shim(settings={"loss_scale_init": 64.0, "growth_interval": 1, "growth_factor": 4.0})
+    one = legacy("actor")
+    scales = [one.update(step)["actor/loss_scale"] for step in range(3)]
+    assert scales == [64.0, 256.0, 1024.0]
+    said = [str(one) for one in precision_shim.status().decisions]
+    assert any("verl actor: fp16-scaling" in line for line in said)
