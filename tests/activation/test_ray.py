@@ -84,15 +84,16 @@ class Cluster:
     gcs: str
     dashboard: str
     client: str
+    agent: str
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A cluster for this module alone, started without the variable PRECISION_SHIM."""
-    for attempt in range(3):
+    for _ in range(3):
         with running(tmp_path_factory.mktemp("ray") / "log") as made:
             # On a busy machine a node's agent may never start, but jobs need an agent.
-            if attempt == 2 or has_agent(made):
+            if has_agent(made):
                 yield made
                 return
 
@@ -109,6 +110,7 @@ def running(log):
         f"127.0.0.1:{ports['port']}",
         f"http://127.0.0.1:{ports['dashboard-port']}",
         f"ray://127.0.0.1:{ports['ray-client-server-port']}",
+        f"http://127.0.0.1:{ports['dashboard-agent-listen-port']}/api/local_raylet_healthz",
     )
     # Ray's temporary folder is not pytest's folder, whose name is too long for a socket. Ray's
     # usual folder is not used either, because Ray looks there for a running cluster to join.
@@ -140,30 +142,23 @@ def running(log):
 
 
 def has_agent(one):
-    if not DASHBOARD:
-        return True
-    ray = str(Path(sys.executable).with_name("ray"))
-    for _ in range(5):
-        done = subprocess.run(
-            [ray, "job", "submit", "--", "true"],
-            env=environment(RAY_ADDRESS=one.dashboard),
-            capture_output=True,
-            check=False,
-            timeout=120,
-        )
-        if done.returncode == 0:
-            return True
-        time.sleep(5)
-    return False
+    deadline = time.monotonic() + 60
+    while DASHBOARD and not answers(one.agent):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def is_up(one, log):
     if "Ray runtime started" not in log.read_text():
         return False
-    if not DASHBOARD:
-        return True
+    return not DASHBOARD or answers(f"{one.dashboard}/api/version")
+
+
+def answers(url):
     try:
-        urllib.request.urlopen(f"{one.dashboard}/api/version", timeout=5).close()
+        urllib.request.urlopen(url, timeout=5).close()
     except OSError:
         return False
     return True
