@@ -77,7 +77,7 @@ BAD = [
     ("loss_scale_init", 10**400, "finite"),
     ("growth_interval", 0, "whole number >= 1"),
     ("growth_interval", 1.5, "whole number >= 1"),
-    ("growth_interval", False, "whole number >= 1"),
+    ("growth_interval", True, "whole number >= 1"),
     ("audit_dir", "/dev/null", "a directory"),
     ("watch_updates", -1, "whole number >= 0"),
     ("growth_factor", 1.0, "> 1"),
