@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim.auditing import files
-from precision_shim.auditing.record import COMPONENTS, Audit, AuditComponent, AuditPart
 from precision_shim_tools.cli import build_parser
 
 from ..pages import page_jobs
@@ -79,12 +77,6 @@ def execute(
     )
 
 
-def output_of(page: str, command: str) -> str:
-    """The output that the page shows below a command, up to the end of the block."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return text.split(f"$ {command}\n")[1].split("```")[0]
-
-
 @pytest.mark.parametrize("option", ["", "--verbose", "--json"])
 def test_doctor(option: str) -> None:
     done = execute("precision-shim doctor", None, *([option] if option else []))
@@ -96,32 +88,6 @@ def test_doctor(option: str) -> None:
         # With Megatron but no TransformerEngine the doctor adds limits: tests/verl/test_doctor.py.
         assert re.search(r"^no problems(, but the limits above)?$", done.stdout, re.MULTILINE)
         assert re.search(r"^OFF in this environment: export", done.stdout, re.MULTILINE)
-
-
-def audit_of(rank: int) -> Audit:
-    """The audit of one of the eight ranks in docs/audit.md."""
-    dtypes = {"params": "bf16", "grad_buckets": "bf16", "exp_avg": "bf16", "exp_avg_sq": "bf16"}
-    dtypes["master"] = "fp32" if rank == 5 else "int16"
-    components = {
-        name: AuditComponent((dtypes[name],), 8, 16, 2.0, name == "params", "cuda", "live")
-        if name in dtypes
-        else AuditComponent()
-        for name in COMPONENTS
-    }
-    part = AuditPart("model", "DistributedOptimizer", 8, 800, 4, None, components)
-    return Audit("verl", "actor", rank, 8, (part,), {"bytes": 40, "allocated": 80})
-
-
-def test_audit(tmp_path: Path) -> None:
-    for rank in range(7):
-        one = audit_of(rank)
-        files.write(tmp_path, files.stem(one), one)
-    command = "precision-shim audit /shared/audits"
-    done = execute(command, {"/shared/audits": str(tmp_path)})
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == output_of("audit.md", command)
-    done = execute("precision-shim audit DIR", {"DIR": str(tmp_path)}, "--json")
-    assert list(json.loads(done.stdout)["groups"][0]["differ"]) == ["5"]
 
 
 def test_run() -> None:
