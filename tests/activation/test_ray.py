@@ -84,15 +84,16 @@ class Cluster:
     gcs: str
     dashboard: str
     client: str
+    agent: str
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A cluster for this module alone, started without the variable PRECISION_SHIM."""
-    for attempt in range(3):
+    for _ in range(3):
         with running(tmp_path_factory.mktemp("ray") / "log") as made:
             # On a busy machine a node's agent may never start, but jobs need an agent.
-            if attempt == 2 or has_agent(made):
+            if has_agent(made):
                 yield made
                 return
 
@@ -109,6 +110,7 @@ def running(log):
         f"127.0.0.1:{ports['port']}",
         f"http://127.0.0.1:{ports['dashboard-port']}",
         f"ray://127.0.0.1:{ports['ray-client-server-port']}",
+        f"http://127.0.0.1:{ports['dashboard-agent-listen-port']}/api/local_raylet_healthz",
     )
     # Ray's temporary folder is not pytest's folder, whose name is too long for a socket. Ray's
     # usual folder is not used either, because Ray looks there for a running cluster to join.
@@ -140,30 +142,23 @@ def running(log):
 
 
 def has_agent(one):
-    if not DASHBOARD:
-        return True
-    ray = str(Path(sys.executable).with_name("ray"))
-    for _ in range(5):
-        done = subprocess.run(
-            [ray, "job", "submit", "--", "true"],
-            env=environment(RAY_ADDRESS=one.dashboard),
-            capture_output=True,
-            check=False,
-            timeout=120,
-        )
-        if done.returncode == 0:
-            return True
-        time.sleep(5)
-    return False
+    deadline = time.monotonic() + 60
+    while DASHBOARD and not answers(one.agent):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def is_up(one, log):
     if "Ray runtime started" not in log.read_text():
         return False
-    if not DASHBOARD:
-        return True
+    return not DASHBOARD or answers(f"{one.dashboard}/api/version")
+
+
+def answers(url):
     try:
-        urllib.request.urlopen(f"{one.dashboard}/api/version", timeout=5).close()
+        urllib.request.urlopen(url, timeout=5).close()
     except OSError:
         return False
     return True
@@ -250,54 +245,59 @@ found.update(task=task(), actor=actor())
     assert drive(body) == {"task": expected, "actor": expected}
 
 
-@pytest.mark.parametrize("carried", [False, True])
-def test_an_install_after_ray_init_is_told(drive, carried):
+def test_an_install_after_ray_init_is_told(drive):
     """The job's workers are without the shim, unless the caller's runtime_env carries it."""
-    env_vars = {"PRECISION_SHIM": "1"} if carried else {}
-    body = f"""
+    body = """
 import warnings
-ray.init(**HERE, runtime_env={{"env_vars": {env_vars}}})
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    notes = precision_shim.install(export=False).notes
-told = [str(one.message) for one in told]
-found.update(notes=notes, told=[one for one in told if one in notes], enabled=task()["enabled"])
+for name, env_vars in (("without", {}), ("carried", {"PRECISION_SHIM": "1"})):
+    ray.init(**HERE, runtime_env={"env_vars": env_vars})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        notes = precision_shim.install(export=False).notes
+    told = [str(one.message) for one in told]
+    found[name] = [notes, [one for one in told if one in notes], task()["enabled"]]
+    precision_shim.uninstall()
+    ray.shutdown()
 """
     found = drive(body)
-    assert found["enabled"] is carried
-    assert found["told"] == found["notes"]
-    if carried:
-        assert not found["notes"]
-    else:
-        assert "Call install() before ray.init(), or export PRECISION_SHIM=1" in found["notes"][0]
+    assert found["carried"] == [[], [], True]
+    notes, told, enabled = found["without"]
+    assert (told, enabled) == (notes, False)
+    assert "Call install() before ray.init(), or export PRECISION_SHIM=1" in notes[0]
 
 
 def test_off_is_off_on_a_cluster_that_others_use(drive):
     body = "ray.init(**HERE)\nfound.update(task=task(), actor=actor())\n"
-    for variables in ({}, {"PRECISION_SHIM": "0"}):
-        found = drive(body, **variables)
-        assert not found["task"]["enabled"]
-        assert not found["actor"]["enabled"]
-        assert found["task"]["variables"] == {}
+    found = drive(body, PRECISION_SHIM="0")
+    assert not found["task"]["enabled"]
+    assert not found["actor"]["enabled"]
+    assert found["task"]["variables"] == {}
 
 
-@pytest.mark.parametrize(
-    ("argument", "client"),
-    [
-        ('runtime_env=RuntimeEnv(env_vars={"THEIRS": "job"})', False),
-        ('job_config=JobConfig(runtime_env={"env_vars": {"THEIRS": "job"}})', False),
-        ('runtime_env={"env_vars": {"THEIRS": "job"}}', True),
-    ],
-    ids=["RuntimeEnv", "JobConfig", "client"],
-)
-def test_the_shapes_of_a_runtime_env(drive, cluster, argument, client):
-    body = f"""
+def test_the_shapes_of_a_runtime_env(drive):
+    body = """
 from ray.job_config import JobConfig
 from ray.runtime_env import RuntimeEnv
-ray.init(**HERE, {argument})
+theirs = {"THEIRS": "job"}
+for job in (
+    {"runtime_env": RuntimeEnv(env_vars=theirs)},
+    {"job_config": JobConfig(runtime_env={"env_vars": theirs})},
+):
+    ray.init(**HERE, **job)
+    found[next(iter(job))] = task()
+    ray.shutdown()
+"""
+    found = drive(body, PRECISION_SHIM="1")
+    told = {name: (one["enabled"], one["theirs"]) for name, one in found.items()}
+    assert told == {"runtime_env": (True, "job"), "job_config": (True, "job")}
+
+
+def test_rays_client(drive, cluster):
+    body = """
+ray.init(**HERE, runtime_env={"env_vars": {"THEIRS": "job"}})
 found.update(task=task())
 """
-    found = drive(body, cluster.client if client else "", PRECISION_SHIM="1")
+    found = drive(body, cluster.client, PRECISION_SHIM="1")
     assert (found["task"]["enabled"], found["task"]["theirs"]) == (True, "job")
 
 
@@ -354,27 +354,19 @@ found.update(driver=work(1), worker=ray.get(ray.remote(work).remote(1)))
     assert found["driver"] == found["worker"] == [-2, "SeamWrapper"]
 
 
-THEIRS = {"env_vars": {"THEIRS": "job"}}
-OURS = {"env_vars": {"THEIRS": "job", "PRECISION_SHIM": "1"}}
-
-
 @pytest.mark.skipif(not DASHBOARD, reason="needs ray[default], for the dashboard")
 @pytest.mark.parametrize(
-    ("runtime_env", "command", "install", "features"),
+    ("ours", "command", "install", "features"),
     [
         # The job's runtime_env sets the variable; Ray refuses to set it in the driver's, too.
-        pytest.param(OURS, {}, "", ALL, id="in the job"),
         pytest.param(
-            OURS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="in the job and install"
+            {"PRECISION_SHIM": "1"}, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="job"
         ),
-        # The job's runtime_env lacks the variable; install() or the command sets it.
-        pytest.param(THEIRS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="install"),
-        pytest.param(THEIRS, {"PRECISION_SHIM": "1"}, "", ALL, id="in the command"),
-        pytest.param(None, {"PRECISION_SHIM": "1"}, "", ALL, id="no runtime_env"),
-        pytest.param(None, {}, "", [], id="off"),
+        # The job's runtime_env lacks the variable; the command sets it.
+        pytest.param({}, {"PRECISION_SHIM": "1"}, "", ALL, id="command"),
     ],
 )
-def test_ray_job_submit(cluster, tmp_path, runtime_env, command, install, features):
+def test_ray_job_submit(cluster, tmp_path, ours, command, install, features):
     program = tmp_path / "job.py"
     program.write_text(
         DRIVER.replace("sys.argv[1]", "None")
@@ -384,10 +376,10 @@ def test_ray_job_submit(cluster, tmp_path, runtime_env, command, install, featur
         + 'print("FOUND", json.dumps(found))\n'
     )
     ray = str(Path(sys.executable).with_name("ray"))
-    given = ["--runtime-env-json", json.dumps(runtime_env)] if runtime_env else []
+    given = json.dumps({"env_vars": {"THEIRS": "job", **ours}})
     start = ["env", *(f"{k}={v}" for k, v in command.items()), sys.executable, str(program)]
     done = subprocess.run(
-        [ray, "job", "submit", *given, "--", *start],
+        [ray, "job", "submit", "--runtime-env-json", given, "--", *start],
         env=environment(RAY_ADDRESS=cluster.dashboard),
         capture_output=True,
         text=True,
@@ -396,6 +388,4 @@ def test_ray_job_submit(cluster, tmp_path, runtime_env, command, install, featur
     )
     assert done.returncode == 0, done.stdout + done.stderr
     task = found_in(done.stdout)["task"]
-    assert task["features"] == features
-    assert task["enabled"] == bool(features)
-    assert task["theirs"] == ("job" if runtime_env else None)
+    assert (task["enabled"], task["features"], task["theirs"]) == (True, features, "job")

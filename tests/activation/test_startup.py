@@ -20,16 +20,6 @@ PATCHED = "from toy import ops; print(ops.scale(1))"
 BAD = {
     "PRECISION_SHIM_FEATURES": "bf16-dispach",
     "PRECISION_SHIM_FRAMEWORKS": "toy,nosuch",
-    "PRECISION_SHIM_OPTIMIZER_STATES": "all",
-    "PRECISION_SHIM_GRAD_BUCKET": "1",
-    "PRECISION_SHIM_ROLLOUT": "yes",
-    "PRECISION_SHIM_HEAD": "bf16",
-    "PRECISION_SHIM_LOSS_SCALE_INIT": "-1",
-    "PRECISION_SHIM_GROWTH_INTERVAL": "0",
-    "PRECISION_SHIM_GROWTH_FACTOR": "one",
-    "PRECISION_SHIM_BACKOFF_FACTOR": "2",
-    "PRECISION_SHIM_AUDIT_DIR": "/dev/null",
-    "PRECISION_SHIM_WATCH_UPDATES": "-1",
     "PRECISION_SHIM_LOG": "loud",
 }
 
@@ -57,11 +47,6 @@ def test_the_line_and_the_settings_agree_on_off():
     assert {_settings.switch({"PRECISION_SHIM": word}) for word in _names.ON} == {"on"}
 
 
-def test_every_variable_has_a_bad_value_here():
-    own = {"PRECISION_SHIM_FEATURES", "PRECISION_SHIM_FRAMEWORKS"}
-    assert set(BAD) == {row.variable for row in _settings.TABLE.values()} | own
-
-
 WANTED = {"torch", "ray", *_registry.packages()}
 
 
@@ -82,7 +67,7 @@ def test_the_finder_waits_for_what_the_frameworks_declare(environment, editable)
 # -- on and off -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [None, "", "0", "false", "Off", " no "])
+@pytest.mark.parametrize("value", [None, "", " Off "])
 def test_off_imports_nothing(environment, value):
     variables = {} if value is None else {"PRECISION_SHIM": value}
     loaded = modules(environment, **variables)
@@ -90,9 +75,8 @@ def test_off_imports_nothing(environment, value):
     assert environment.run("-c", PATCHED, **variables).stdout == "2\n"
 
 
-@pytest.mark.parametrize("value", ["1", "true", "ON", "yes", "strict"])
 @pytest.mark.parametrize("install", ["environment", "editable"])
-def test_on_imports_nothing_either(install, request, write_files, tmp_path, value):
+def test_on_imports_nothing_either(install, request, write_files, tmp_path):
     """With the switch on, importing a package that is no framework does not load the shim."""
     write_files(tmp_path, {"some_package.py": ""})
     made = request.getfixturevalue(install)
@@ -104,7 +88,7 @@ print(json.dumps([sorted(sys.modules), finders]))
 """
     path = {"PYTHONPATH": str(tmp_path)}
     modules, finders = json.loads(made.run("-c", code, **path).stdout)
-    on, found = json.loads(made.run("-c", code, PRECISION_SHIM=value, **path).stdout)
+    on, found = json.loads(made.run("-c", code, PRECISION_SHIM="strict", **path).stdout)
     assert set(on) - set(modules) <= {"zz_precision_shim"}  # where there is bytecode
     assert found == [standby.FIRST, *finders]
 
@@ -291,8 +275,9 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("fault", ADAPTERS)
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "strict"), [*((one, False) for one in ADAPTERS), ("exits", True)]
+)
 def test_a_broken_adapter(environment, write_files, tmp_path, fault, strict):
     write_files(
         tmp_path,

@@ -66,41 +66,20 @@ def test_without_start_up_files_by_verls_own_plug_in():
     assert states[f"{CONFIG} bf16-dispatch"] == "off"
 
 
-TRAINING = (
+WORKER = (
     REPORT
     + """
 import json, os, sys
-import torch
-from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
-
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-meet = os.path.join(sys.argv[1], "meet")
-with megatron_on_cpu(), model_parallel(world, rank, meet):
-    import verl.utils.megatron_utils as models
-    from omegaconf import OmegaConf
-    from verl.utils.megatron import optimizer as optimizers
-
-    provider = tiny_gpt(torch.bfloat16)
-    model = models.get_model(
-        provider, use_distributed_optimizer=True, transformer_config=provider.config
-    )
-    section = {"optimizer": "adam", "lr": 0.1, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.0}
-    config = optimizers.init_megatron_optim_config(OmegaConf.create(section))
-    optimizer = optimizers.get_megatron_optimizer(model, config)
-    found = {
-        "states": report(),
-        "bucket": str(model[0].ddp_config.grad_reduce_in_fp32),
-        "world": torch.distributed.get_world_size(),
-    }
-    with open(os.path.join(sys.argv[1], str(rank)), "w") as out:
-        json.dump(found, out)
+import verl.utils.megatron_utils
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as out:
+    json.dump(report(), out)
 """
 )
 
 
 def test_torchrun_started_by_precision_shim_run(tmp_path):
     program = tmp_path / "train.py"
-    program.write_text(TRAINING)
+    program.write_text(WORKER)
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -109,11 +88,10 @@ def test_torchrun_started_by_precision_shim_run(tmp_path):
         *(sys.executable, *torchrun, str(program), str(ranks)),
     )
     for rank in range(2):
-        found = json.loads((ranks / str(rank)).read_text())
-        assert found["world"] == 2
-        for feature in ("dtype-coercion", "bf16-dispatch"):
-            assert found["states"][f"{CONFIG} {feature}"] in ("wrapped", "native")
-        assert found["states"]["verl.utils.megatron_utils:get_model grad-bucket-alignment"] in (
-            "wrapped",
-            "native",
-        )
+        states = json.loads((ranks / str(rank)).read_text())
+        for seam in (
+            f"{CONFIG} dtype-coercion",
+            f"{CONFIG} bf16-dispatch",
+            "verl.utils.megatron_utils:get_model grad-bucket-alignment",
+        ):
+            assert states[seam] in ("wrapped", "native")

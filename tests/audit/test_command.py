@@ -137,15 +137,6 @@ def test_a_file_without_a_component_is_none(tmp_path: Path) -> None:
     assert f"{path.name}: KeyError: 'master'" in said
 
 
-def test_no_directory_and_no_audit(tmp_path: Path) -> None:
-    status, _, said = audited(tmp_path / "nowhere")
-    assert (status, said.count("\n")) == (2, 1)
-    (tmp_path / "notes.txt").write_text("")
-    status, _, said = audited(tmp_path)
-    assert status == 2
-    assert "PRECISION_SHIM_AUDIT_DIR" in said
-
-
 def test_a_file_is_there_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,13 +98,6 @@ def reload(optimizer: Any) -> None:
     reload_masters("verl", "actor", optimizer)
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDS if "remainders" not in name])
-def test_without_it_the_next_step_puts_the_former_weights_back(gpu: FakeGpu, name: str) -> None:
-    chunks, optimizer = trained(BUILDS[name])
-    loaded = load_weights(chunks, BUILDS[name])
-    assert not same(stand_still(chunks, optimizer), loaded)
-
-
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_megatron_leaves_out(gpu: FakeGpu, name: str) -> None:
     """If this test fails, Megatron itself reloads all masters, and the seam can be deleted."""

@@ -31,14 +31,10 @@ def test_an_honest_optimizer_has_no_problem(one_process: Any, name: str) -> None
         assert at_build[component].dtypes == found[component].dtypes
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("name", builds.PLANTED)
-def test_a_planted_problem_is_found_before_the_first_step(
-    one_process: Any, name: str, experts: bool
-) -> None:
-    build = builds.with_experts(builds.PLANTED[name], experts)
+def test_a_planted_problem_is_found_before_the_first_step(one_process: Any, name: str) -> None:
     code = name.partition(",")[0]
-    chunks, optimizer = builds.make(build)
+    chunks, optimizer = builds.make(builds.PLANTED[name])
     builds.plant(code, optimizer)
     found = precision_shim.audit(chunks, optimizer)
     assert code in codes(found)
@@ -58,17 +54,3 @@ def test_nothing_is_started_on_a_device(one_process: Any, name: str) -> None:
     with counting:
         str(precision_shim.audit(*made))
     assert counting.count == 0
-
-
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-@pytest.mark.parametrize("name", builds.EIGHT)
-def test_its_bytes_are_those_of_all_live_tensors(
-    one_process: Any, name: str, experts: bool
-) -> None:
-    held, chunks, optimizer = builds.held_by(builds.with_experts(builds.EIGHT[name], experts))
-    found = precision_shim.audit(chunks, optimizer)
-    assert found.totals["allocated"] == found.totals["host"] == held
-    assert found.totals["bytes"] <= held
-    assert found.totals["bytes"] == sum(
-        one.bytes for part in found.parts for one in part.components.values()
-    )

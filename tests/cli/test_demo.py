@@ -43,10 +43,8 @@ def per_parameter(result):
 
 
 @real
-@pytest.mark.parametrize(("nproc", "beta2"), [(1, 0.999), (2, 0.95)])
-def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
-    arguments = ("--steps", "6", "--nproc", str(nproc), "--beta2", str(beta2))
-    ended, result = demo(tmp_path, *arguments)
+def test_the_effect_is_there_and_measured(tmp_path):
+    ended, result = demo(tmp_path, "--steps", "6", "--nproc", "2", "--beta2", "0.95")
     assert ended.returncode == 0, ended.stderr + ended.stdout
     assert ended.stderr == ""
     assert max(map(len, ended.stdout.replace(str(tmp_path), "").splitlines())) <= 80
@@ -60,15 +58,11 @@ def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
     assert per_parameter(result["without"]) == {18.0}
     after = dtypes(result["with"])
     assert after.pop("master") in {"int16", "float32"}
-    # At Megatron's default beta2 a bf16 second moment could not decay, so auto keeps it in fp32.
-    states = result["with"]["shim"]["settings"]["optimizer_states"]
-    guarded = beta2 == 0.999 and states == "auto"
-    assert after.pop("exp_avg_sq") == ("float32" if guarded else "bfloat16")
     assert set(after.values()) == {"bfloat16"}
-    assert per_parameter(result["with"]) <= ({12.0, 14.0} if guarded else {10.0, 12.0})
+    assert per_parameter(result["with"]) <= {10.0, 12.0}
 
     for run in (result["without"], result["with"]):
-        assert {len(rank["ranks"]) for rank in run["runs"]} == {nproc}
+        assert {len(rank["ranks"]) for rank in run["runs"]} == {2}
         assert f"{run['name']} the shim: seed 0, loss" in ended.stdout.replace("shim   :", "shim:")
         losses = run["runs"][0]["losses"]
         assert len(losses) == 6
@@ -80,4 +74,4 @@ def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
     assert first[0] == first[1]  # the losses differ only after the first update
     assert "FP32" in result["without"]["as_written"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / f"with.rank{nproc - 1}.log").exists()
+    assert (tmp_path / "with.rank1.log").exists()

@@ -1,8 +1,8 @@
-"""slime's and miles' jobs: what their ``train.py`` calls, with data in the place of a rollout.
+"""A job of slime's or miles': what its ``train.py`` calls, with data in the place of a rollout.
 
 Run as a script, because what it finds is the shim of a process that was started with a variable.
-Arguments: the trainer's name, a folder for the rollouts' data, and the jobs as JSON, each with its
-rewards, a number for each rollout, and its flags. Prints what each job's only actor told.
+Arguments: the trainer's name, a folder for the rollouts' data, and the job as JSON: its rewards, a
+number for each rollout, and its flags. Prints what the job's only actor told.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ async def train(name: str, flags: list[str]) -> dict[str, Any]:
     places = groups.create_placement_groups(args)
     if name == "miles":
         store = importlib.import_module("miles.utils.object_store")
-        store._INSTANCE = None  # the job before had one
         store.init_instance(args, contribute_segment=False)
     manager, _ = groups.create_rollout_manager(args, places["rollout"])
     group, _ = await settle(groups.create_training_models(args, places, manager))
@@ -117,18 +116,12 @@ async def train(name: str, flags: list[str]) -> dict[str, Any]:
     return found
 
 
-def main(name: str, folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
-    """Run one job after another in one driver; returns each job's report."""
+def main(name: str, folder: Path, rewards: list[float], flags: list[str]) -> dict[str, Any]:
     import ray
 
-    found = {}
-    for job, (rewards, flags) in jobs.items():
-        place = folder / job
-        place.mkdir()
-        write_rollouts(name, place, rewards)
-        data = ["--load-debug-rollout-data", f"{place}/{{rollout_id}}.pt"]
-        rollouts = ["--num-rollout", str(len(rewards))]
-        found[job] = asyncio.run(train(name, [*flags, *data, *rollouts]))
+    write_rollouts(name, folder, rewards)
+    data = ["--load-debug-rollout-data", f"{folder}/{{rollout_id}}.pt"]
+    found = asyncio.run(train(name, [*flags, *data, "--num-rollout", str(len(rewards))]))
     ray.shutdown()
     return found
 
@@ -136,6 +129,6 @@ def main(name: str, folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     from tests.processes.ray_cluster import older, tell
 
-    name, place, jobs = sys.argv[1:]
+    name, place, job = sys.argv[1:]
     with older(8, num_gpus=2):
-        tell(lambda: main(name, Path(place), json.loads(jobs)))
+        tell(lambda: main(name, Path(place), **json.loads(job)))

@@ -54,29 +54,23 @@ def promised(name: str) -> str:
 def test_the_variable_reaches_the_actor(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Only the driver has the variable; an actor with a value of its own has no shim."""
     model = str(make_checkpoint(tmp_path / "model"))
     flags = [*FLAGS.split(), "--hf-checkpoint", model, "--ref-load", model]
-    out = ("--train-env-vars", '{"PRECISION_SHIM": "0"}', "--initial-loss-scale", str(SCALE))
-    jobs = {"on": ([1, OVERFLOW, 1], flags), "off": ([1, OVERFLOW], [*flags, *out])}
+    job = json.dumps({"rewards": [1, OVERFLOW, 1], "flags": flags})
     sites = (HERE / "site",)
     with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("drivers")) as ranks:
-        driver = (ranks, HERE / "ray_driver.py", name, tmp_path, json.dumps(jobs))
+        driver = (ranks, HERE / "ray_driver.py", name, tmp_path, job)
         found = drive(*driver, paths=sites, timeout=900, PRECISION_SHIM="1")
 
-    on, off = found["on"], found["off"]
-    assert on["variables"]["PRECISION_SHIM"] == "1"
+    assert found["variables"]["PRECISION_SHIM"] == "1"
     driver = ("ray.placement_group", "sglang_utils")  # the actor need not import these
-    states = {key: state for key, state in on["states"].items() if not any(map(key.count, driver))}
+    states = {key: one for key, one in found["states"].items() if not any(map(key.count, driver))}
     assert set(states.values()) == {"wrapped"}
-    assert all(on["patched"].values()), on["patched"]
-    assert promised(name) in on["log"]
-    first, skipped, last = steps(on)
+    assert all(found["patched"].values()), found["patched"]
+    assert promised(name) in found["log"]
+    first, skipped, last = steps(found)
     assert (first["loss_scale"], first["skipped_steps"]) == (SCALE, 0)
     assert (skipped["loss_scale"], skipped["skipped_steps"]) == (SCALE, 1)
     assert math.isnan(skipped["grad_norm"])
     assert (last["loss_scale"], last["skipped_steps"]) == (SCALE / 2, 1)
     assert math.isfinite(last["grad_norm"])
-
-    assert (off["shim"], off["variables"]["PRECISION_SHIM"]) == (False, "0")
-    assert all(set(step) == {"grad_norm"} for step in steps(off))

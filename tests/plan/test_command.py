@@ -205,25 +205,9 @@ def test_the_fullest_stage_is_shown() -> None:
     assert plan_models(uneven).models[0].fullest == 1
 
 
-def test_json_has_all_keys() -> None:
-    values = json.loads(json.dumps(plan_models().to_dict()))
-    assert {"framework", "version", "transformer_engine", "megatron_core"} <= values.keys()
-    assert {"world_size", "problems", "models"} <= values.keys()
-    (model,) = values["models"]
-    keys = {"subject", "parameters", "layout", "decisions", "before", "after"}
-    assert keys <= model.keys()
-    for stage in model["after"]:
-        assert {"stage", "parts", "totals"} <= stage.keys()
-        total = sum(
-            held["bytes"] for part in stage["parts"] for held in part["components"].values()
-        )
-        assert stage["totals"]["bytes"] == total
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_a_picture(tmp_path: Path, suffix: str) -> None:
+def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / f"plan{suffix}"
+    path = tmp_path / "plan.svg"
     plot.draw(plan_models(), path, 80.0)
     assert path.stat().st_size > 1000
     with pytest.raises(PlanError, match=r"\.svg or \.png"):

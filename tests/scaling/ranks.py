@@ -151,16 +151,13 @@ def first_half(directory):
 
 
 def second_half(directory):
-    """Train 10 more steps from the checkpoint in a new process, with or without scaler state."""
+    """Train 10 more steps from the checkpoint in a new process."""
     resumed = Job()
     resumed.load(directory)
     loaded = resumed.result()
     load(directory, resumed.scaler)
     resumed.train(range(10, 20))
-    fresh = Job()
-    fresh.load(directory)
-    fresh.train(range(10, 20))
-    return {"resumed": resumed.result(), "fresh": fresh.result(), "loaded": loaded}
+    return {"resumed": resumed.result(), "loaded": loaded}
 
 
 def groups(directory):

@@ -78,9 +78,6 @@ def test_remainders_follow_the_fp32_master_bit_for_bit() -> None:
         assert torch.equal(join_master(a.detach(), remainder), whole.state[b]["master_param"])
 
 
-# -- remainders ------------------------------------------------------------------------------
-
-
 # -- state dtypes ----------------------------------------------------------------------------
 
 
@@ -103,9 +100,6 @@ def test_moments_are_rounded_to_their_dtype(dtype: torch.dtype, tolerance: float
         assert not torch.equal(unscaled, high.state[b][name])
     if dtype == torch.bfloat16:
         assert torch.equal(low.state[a]["exp_avg"], high.state[b]["exp_avg"].bfloat16())
-
-
-# -- gradients -------------------------------------------------------------------------------
 
 
 # -- checkpoints -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 PLACES = ["adapter", "slowfw.ops:scale", "between two seams"]
 """Where the patching is slow: in loading an adapter, inspecting its seams, between two patches."""
 
-TIMES = 10
+TIMES = 3
 LIMIT = 60
 """Seconds within which a child must answer."""
 

@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 
-from precision_shim.process.framework import Adapter, Checkpoints
+from precision_shim.process.framework import Adapter
 
 TINY = Adapter("tiny", "tiny-rl", ("tiny",), tested=("1.0",))
-
-
-def test_a_record_has_its_fields_and_defaults() -> None:
-    assert (TINY.framework, TINY.packages, TINY.seams, TINY.checkpoints) == (
-        "tiny",
-        ("tiny",),
-        (),
-        None,
-    )
-    assert "distribution='tiny-rl'" in repr(TINY)
-    assert Checkpoints(r"step_(\d+)").resuming == {}
 
 
 def test_a_copy_differs_in_what_is_named_alone() -> None:

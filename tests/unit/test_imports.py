@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -61,29 +62,33 @@ def anywhere(body):
         yield from (one for one in ast.walk(line) if isinstance(one, ast.stmt))
 
 
+@cache
+def tree(name):
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
+@cache
 def named(name):
     """Names of all modules that a module imports, ours or not, anywhere in its source."""
     path = FILES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for line in anywhere(ast.parse(path.read_text(encoding="utf-8")).body):
+    found = []
+    for line in anywhere(tree(name).body):
         if isinstance(line, ast.Import):
-            yield from (one.name for one in line.names)
+            found += [one.name for one in line.names]
         elif isinstance(line, ast.ImportFrom):
             above = package[: len(package) - line.level + 1] if line.level else []
             base = ".".join([*above, *([line.module] if line.module else [])])
             # In ``from package import name``, ``name`` may be a module or another object.
-            yield from (
+            found += [
                 full if (full := f"{base}.{one.name}") in FILES else base for one in line.names
-            )
-
-
-def imports(name):
-    """Names of our modules that a module imports."""
-    yield from (one for one in named(name) if one in FILES and one != name)
+            ]
+    return found
 
 
 def graph():
-    return {name: set(imports(name)) for name in FILES}
+    """Our modules that each of our modules imports."""
+    return {name: {one for one in named(name) if one in FILES and one != name} for name in FILES}
 
 
 def room(name):
@@ -133,10 +138,6 @@ def test_the_backends_import_no_adapter_and_each_other_in_no_circle():
             found[room(name)] |= {room(other) for other in others} - {"", room(name)}
     assert not set().union(*found.values()) - set(BACKENDS)
     assert circle(found) == []
-
-
-def test_a_circle_would_be_found():
-    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
 
 
 def test_one_module_of_the_core_imports_the_adapters():
@@ -190,9 +191,9 @@ def test_what_a_worker_runs_imports_no_tool():
 def test_the_core_names_no_framework():
     named = {
         f"{name}: {word}"
-        for name, path in FILES.items()
+        for name in FILES
         if name.startswith("precision_shim.")
-        for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for word in ast.walk(tree(name))
         if isinstance(word, ast.Constant)
         and str(word.value).partition(".")[0] in FRAMEWORKS
         and " " not in str(word.value)
@@ -204,9 +205,9 @@ def test_the_core_names_no_field_of_megatrons_config():
     """The backend provides all that the core reads, shows or advises about the config's fields."""
     found = {
         (name, field)
-        for name, path in FILES.items()
+        for name in FILES
         if name.startswith("precision_shim.")
-        for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for word in ast.walk(tree(name))
         if isinstance(word, (ast.Constant, ast.Attribute, ast.keyword))
         for field in FIELDS
         if re.search(rf"\b{field}\b", text_of(word))

@@ -63,36 +63,23 @@ def good(name):
 
 BAD = [
     ("optimizer_states", "follow", "auto | follow-model | as-configured"),
-    ("optimizer_states", "follow model", "follow-model"),
     ("grad_bucket", "always", "unless-set | align"),
-    ("grad_bucket", True, "unless-set | align"),
     ("rollout", "auto", "tell | follow"),
     ("head", "bf16", "as-configured | fp32"),
-    ("head", True, "as-configured | fp32"),
     ("audit_dir", 1, "a path"),
-    ("audit_dir", None, "a path"),
     ("audit_dir", "a\0b", "a path without a null character"),
     ("log", "warning", "quiet | info | debug"),
-    ("log", None, "quiet | info | debug"),
     ("loss_scale_init", 0, "> 0"),
     ("loss_scale_init", "-1", "> 0"),
     ("loss_scale_init", "1e39", "< 3.4e+38"),
     ("loss_scale_init", "inf", "finite"),
     ("loss_scale_init", "nan", "finite"),
     ("loss_scale_init", 10**400, "finite"),
-    ("loss_scale_init", True, "finite"),
-    ("loss_scale_init", [], "finite"),
-    ("loss_scale_init", "2**16", "finite"),
     ("growth_interval", 0, "whole number >= 1"),
     ("growth_interval", 1.5, "whole number >= 1"),
-    ("growth_interval", "x", "whole number >= 1"),
-    ("growth_interval", False, "whole number >= 1"),
-    ("growth_interval", float("inf"), "whole number >= 1"),
-    ("growth_interval", 10**400, "whole number >= 1"),
+    ("growth_interval", True, "whole number >= 1"),
     ("audit_dir", "/dev/null", "a directory"),
     ("watch_updates", -1, "whole number >= 0"),
-    ("watch_updates", 0.5, "whole number >= 0"),
-    ("watch_updates", True, "whole number >= 0"),
     ("growth_factor", 1.0, "> 1"),
     ("backoff_factor", 1.0, "< 1"),
     ("backoff_factor", 0.0, "> 0"),
@@ -134,14 +121,9 @@ def test_a_bad_argument_is_named_with_what_is_allowed(name, value, allowed):
     ("argument", "value"),
     [
         ("strict", "no"),
-        ("strict", "off"),
-        ("strict", []),
         ("features", 5),
-        ("features", True),
         ("features", b"audit"),
-        ("frameworks", 5),
         ("frameworks", b"verl"),
-        ("settings", 5),
         ("settings", "growth_interval=3"),
         ("settings", {1: 2}),
         ("settings", {None: 2, "a": 3}),
@@ -254,11 +236,7 @@ def test_the_switch_in_every_spelling(pair):
     assert resolve(environ={"PRECISION_SHIM": text}).strict == (meaning == "strict")
 
 
-def test_an_unset_switch():
-    assert switch({}) == "unset"
-
-
-@pytest.mark.parametrize("text", ["2", "enable", "strictly", "none", "-1"])
+@pytest.mark.parametrize("text", ["2", "strictly"])
 def test_a_bad_switch_is_named_with_what_is_allowed(text):
     with pytest.raises(SettingsError) as caught:
         switch({"PRECISION_SHIM": text})
@@ -279,16 +257,12 @@ def test_strict_as_an_argument_wins(variable, argument):
     ("value", "meaning"),
     [
         ("", FEATURES),
-        (" , ", FEATURES),
         ([], ()),
-        ((), ()),
         ("dtype-coercion", ("dtype-coercion",)),
         ("DTYPE-Coercion , fp16-scaling", ("dtype-coercion", "fp16-scaling")),
         (["fp16-scaling", "dtype-coercion"], ("dtype-coercion", "fp16-scaling")),
         (iter(["fp16-scaling"]), ("fp16-scaling",)),
-        ("dtype-coercion,dtype-coercion", ("dtype-coercion",)),
         ("-fp16-scaling", (*FEATURES[:3], *FEATURES[4:])),
-        ("-fp16-scaling,-dtype-coercion", (*FEATURES[1:3], *FEATURES[4:])),
         (["-bf16-dispatch"], (FEATURES[0], *FEATURES[2:])),
         ("dtype-coercion,fp16-scaling,-fp16-scaling", ("dtype-coercion",)),
         ("dtype-coercion,-dtype-coercion", ()),
@@ -361,8 +335,6 @@ def test_an_unknown_framework_names_its_source_itself_and_the_known(as_argument)
     [
         ("PRECISION_SHIM_OPTIMISER_STATES", "PRECISION_SHIM_OPTIMIZER_STATES"),
         ("PRECISION_SHIM_FEATURE", "PRECISION_SHIM_FEATURES"),
-        ("PRECISION_SHIM_FRAMEWORK", "PRECISION_SHIM_FRAMEWORKS"),
-        ("PRECISION_SHIM_LOSS_SCALE", "PRECISION_SHIM_LOSS_SCALE_INIT"),
         ("PRECISION_SHIM_grad_bucket", ""),
         ("PRECISION_SHIM_XYZ", ""),
     ],

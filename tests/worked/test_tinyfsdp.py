@@ -107,15 +107,6 @@ def test_it_resumes_bit_for_bit(on: Callable[..., Any], tmp_path: Path) -> None:
     assert same(whole, resumed)
 
 
-def test_bfloat16_is_left_alone(on: Callable[..., Any]) -> None:
-    plain = engine("bfloat16")
-    alone = train(plain, range(1))
-    on("tinyfsdp")
-    made = engine("bfloat16")
-    assert train(made, range(1)) == alone
-    assert same(made, plain)
-
-
 def test_strict_refuses_an_engine_that_it_does_not_know(
     on: Callable[..., Any], changed: Callable[[str, str, str], None]
 ) -> None:

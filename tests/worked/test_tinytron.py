@@ -87,13 +87,6 @@ def test_states_and_bucket_follow_the_model(on: Callable[..., Any]) -> None:
     assert "model" in decisions
 
 
-def test_a_bucket_that_the_user_wrote_stays(on: Callable[..., Any]) -> None:
-    on("tinytron", optimizer_states="follow-model")
-    with pytest.warns(precision_shim.PrecisionShimWarning, match="grad_reduce_in_fp32"):
-        made = trainer(optimizer={"adam_beta2": 0.95}, ddp={"grad_reduce_in_fp32": True})
-    assert made.model.buffers[0].grad_data.dtype is torch.float32
-
-
 def test_fp16_skips_counts_and_resumes(on: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the optimizer's step failed"):
         step(trainer("float16"), 0, OVERFLOW)

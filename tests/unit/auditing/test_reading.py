@@ -218,10 +218,3 @@ def test_the_group_of_a_wrapped_module() -> None:
     assert torch_reader._data_parallel_size([first, second], []) == 1
     second.process_group = group
     assert torch_reader._data_parallel_size([first, second], [torch.zeros(1)]) == 4
-
-
-def test_a_reader_that_is_named_twice_is_told_apart() -> None:
-    models = [torch.nn.Linear(2, 2) for _ in range(3)]
-    optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
-    found = readers.read_optimizers(models, optimizers)
-    assert [one.name for one in found] == ["model", "model 2", "model 3"]

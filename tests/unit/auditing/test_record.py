@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.auditing import files, ranks
+from precision_shim.auditing import files
 from precision_shim.auditing.record import Audit, Finding
 from precision_shim_tools.updates import lost
 
@@ -84,15 +84,6 @@ def test_the_file_of_an_audit(audit: Audit, tmp_path: Path) -> None:
     assert list(files.read_audits(path.parent)) == [(path, one)]
 
 
-def test_what_ranks_say_for_people() -> None:
-    assert [ranks.shown(one) for one in (None, [], ["bf16", "fp32"], 3)] == [
-        "none",
-        "none",
-        "bf16+fp32",
-        "3",
-    ]
-
-
 def updates(groups: int, **weights: Any) -> dict[str, Any]:
     count = {"dtype": "bf16", "updates": 100, "lost": 60, **weights}
     one = {"lr": 1e-6, "weights": count, "exp_avg_sq": None, "rollout": None}
@@ -111,11 +102,9 @@ def test_updates_of_more_groups_than_a_table_has_room_for() -> None:
     ("dtype", "component", "remedy"),
     [
         ("bf16", "params", "use an optimizer with masters"),
-        ("fp16", "params", "use an optimizer with masters"),
         ("fp32", "params", "so that no dtype helps"),
         ("bf16+int16", "master", "so that no dtype helps"),
         ("bf16, fp32", "params", "Keep the bf16 weights in fp32"),
-        ("bf16, fp16", "params", "Keep the weights in fp32"),
     ],
 )
 def test_a_note_of_lost_updates(dtype: str, component: str, remedy: str) -> None:

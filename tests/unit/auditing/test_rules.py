@@ -245,15 +245,6 @@ def test_what_a_caller_expects_of_what_is_not_there() -> None:
     assert [one.found for one in problems(later, exp_avg="fp32")] == ["bf16"]
 
 
-def test_a_note_says_where_it_is_too() -> None:
-    one = reading(parameter(FP16), owned=[owned(FP16)])
-    found = {note.code: note for note in rules.notes(one, part(one), WHERE)}
-    for code, component in (("no-master", "master"), ("scaler-missing", "params")):
-        note = found[code]
-        assert (note.part, note.component, note.found) == ("model", component, "none")
-        assert note.message.startswith(f"verl 1.0, model, {component}: expected ")
-
-
 def test_the_problems_of_each_optimizer() -> None:
     models = [torch.nn.Linear(2, 2).half() for _ in range(2)]
     optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
@@ -264,11 +255,6 @@ def test_the_problems_of_each_optimizer() -> None:
         ("scaler-missing", "model 2"),
     ]
     assert {one.part for one in audit.notes} == {"model", "model 2"}
-
-
-def test_several_dtypes_are_not_the_one_that_is_expected() -> None:
-    held = reading(owned=[owned(exp_avg=FP32), owned(exp_avg=BF16)])
-    assert [one.found for one in problems(held, exp_avg="bf16")] == ["bf16+fp32"]
 
 
 @pytest.mark.parametrize(

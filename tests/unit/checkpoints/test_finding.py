@@ -10,7 +10,7 @@ import pytest
 
 from ...processes.commands import command
 from .test_reading import one_sentence, run
-from .written import KINDS, distributed, megatrons, of_ranks, safetensors
+from .written import distributed, megatrons, of_ranks
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,6 @@ def test_megatrons_files(tmp_path: Path, capsys: Any, lost: str, within: bool) -
     (folder / lost).unlink()
     assert run(folder) == 2
     assert f"{lost}: it is missing" in one_sentence(capsys)
-
-
-def test_safetensors_that_are_cut_off(tmp_path: Path, capsys: Any) -> None:
-    file = safetensors(tmp_path / "saved") / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    assert run(file.parent) == 2
-    assert f"{file}: it is damaged, cut off" in one_sentence(capsys)
 
 
 # -- the advice on how to go on -------------------------------------------------------------------
@@ -107,8 +100,7 @@ def test_a_path_that_is_empty() -> None:
         ("use_legacy_worker_impl=no", "allowed: auto, enable, disable"),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_name_that_is_none(tmp_path: Path, capsys: Any, kind: str, text: str, told: str) -> None:
-    folder = KINDS[kind](tmp_path / "saved")
+def test_a_name_that_is_none(tmp_path: Path, capsys: Any, text: str, told: str) -> None:
+    folder = distributed(tmp_path / "saved")
     assert run(folder, "--framework=verl", "--config", text) == 2
     assert told in " ".join(capsys.readouterr().err.split())

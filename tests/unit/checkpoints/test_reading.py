@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -336,14 +335,6 @@ def run(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_text(tmp_path: Path, capsys: Any) -> None:
-    assert run(of_ranks(tmp_path / "step-3")) == 1
-    text = capsys.readouterr().out
-    assert "shards, 2 ranks" in text
-    assert "whole: scale 1024" in text
-    assert "resumed here  not here: " in text
-
-
 def test_options_that_make_no_sense(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path, "--framework", "other") == 2
     known = "areal, miles, ms-swift, nemo-rl, roll, skyrl, slime, torchtitan, verl"
@@ -420,7 +411,7 @@ def test_bytes_of_chance(tmp_path: Path, capsys: Any, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for file in sorted(folder.iterdir()):
         whole = file.read_bytes()
-        for _ in range(25):
+        for _ in range(8):
             broken = bytearray(whole)
             for at in torch.randint(0, len(whole), (4,), generator=generator).tolist():
                 broken[at] = int(torch.randint(0, 256, (1,), generator=generator))
@@ -522,11 +513,4 @@ def test_other_files_that_would_run_code(tmp_path: Path, capsys: Any, protocol: 
         torch.save(content, file, pickle_protocol=protocol)
     run(ranks)
     assert "Error" not in capsys.readouterr().err
-    assert not (tmp_path / "done").exists()
-
-
-def test_a_pickle_alone(tmp_path: Path) -> None:
-    stream = io.BytesIO(pickle.dumps(Harm(tmp_path / "done")) + b"more")
-    found = read_pickle(stream, "here")
-    assert found.kind.endswith(".system")
     assert not (tmp_path / "done").exists()

@@ -50,29 +50,6 @@ def test_follows_the_main_gradients_in_both_directions(present, main_grads, mode
     assert "main grads are" in choice.because
 
 
-@pytest.mark.parametrize(
-    ("main_grads", "model", "because"),
-    [
-        (BF16, ONLY_BF16, "main grads are bf16"),
-        (FP32, ONLY_BF16, "main grads are fp32"),
-        (BF16, NOTHING, "main grads are bf16"),
-        (
-            BF16,
-            MIXED,
-            "main grads are bf16, but the parameters are not all bf16 (bf16: 100, fp32: 2)",
-        ),
-    ],
-)
-def test_the_reason(main_grads, model, because):
-    given = {"main_grads": main_grads, "model": model, "align": False}
-    choice = choose_bucket(present=True, user_set=False, **given)
-    assert choice.because == because
-    same = choose_bucket(present=choice.grad_reduce_in_fp32, user_set=True, **given)
-    assert same.problem == ""
-    other = choose_bucket(present=not choice.grad_reduce_in_fp32, user_set=True, **given)
-    assert f"{because}. Write {choice.grad_reduce_in_fp32}" in other.problem
-
-
 @given(inputs)
 def test_what_the_user_wrote_is_never_changed(case):
     choice = choose_bucket(user_set=True, align=False, **case)
@@ -87,6 +64,7 @@ def test_what_the_user_wrote_is_called_inconsistent_where_alignment_would_change
     assert bool(kept.problem) is (aligned.grad_reduce_in_fp32 != case["present"])
     if kept.problem:
         assert f"grad_reduce_in_fp32={case['present']}" in kept.problem
+        assert f"{aligned.because}. Write {not case['present']}" in kept.problem
 
 
 @given(inputs)

@@ -71,43 +71,6 @@ def test_bf16_master_weights_are_never_legal(version):
         check_dtypes({"main_params_dtype": BF16}, support(version))
 
 
-@pytest.mark.parametrize(
-    ("field", "dtype", "message"),
-    [
-        (
-            "exp_avg_sq_dtype",
-            BF16,
-            "exp_avg_sq_dtype='bf16' is not legal with TransformerEngine 2.2 (bf16 moments need "
-            "TransformerEngine 2.3 or newer); allowed: fp32, fp16, fp8. Change exp_avg_sq_dtype or "
-            "leave it out.",
-        ),
-        (
-            "main_params_dtype",
-            BF16,
-            "main_params_dtype='bf16' is not legal with TransformerEngine 2.2 (TransformerEngine's "
-            "FusedAdam takes no bf16 master weights); allowed: fp32, fp16. Change "
-            "main_params_dtype or leave it out.",
-        ),
-        (
-            "main_params_dtype",
-            FP8,
-            "main_params_dtype='fp8' is not legal with TransformerEngine 2.2; allowed: fp32, fp16. "
-            "Change main_params_dtype or leave it out.",
-        ),
-        (
-            "main_grads_dtype",
-            FP16,
-            "main_grads_dtype='fp16' is not legal with TransformerEngine 2.2; allowed: fp32, bf16. "
-            "Change main_grads_dtype or leave it out.",
-        ),
-    ],
-)
-def test_a_refusal_says_why_where_there_is_a_reason(field, dtype, message):
-    with pytest.raises(DtypeError) as caught:
-        check_dtypes({field: dtype}, support("2.2"))
-    assert str(caught.value) == message
-
-
 @pytest.mark.parametrize("version", MOMENTS)
 def test_what_has_no_rule_passes(version):
     config = {"other_dtype": BF16, "exp_avg": BF16, "exp_avg_dtype": None, "main_params_dtype": "x"}

@@ -171,18 +171,6 @@ def test_a_second_moment_that_the_user_chose_is_not_guarded(policy, dtype):
     assert "2^-8" not in result.because
 
 
-@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.996])
-def test_above_the_threshold_every_bf16_value_shrinks_without_gradients(beta2):
-    # One binade stands for all values: rounding must never return v to its old value.
-    values = (torch.arange(128, 256) / 128).bfloat16()
-    assert (values.float().mul(beta2).bfloat16() < values).all()
-
-
-def test_below_the_threshold_some_bf16_value_does_not_shrink():
-    values = (torch.arange(128, 256) / 128).bfloat16()
-    assert (values.float().mul(0.997).bfloat16() == values).any()
-
-
 # -- obstacles to the table -----------------------------------------------------------------------
 
 OBSTACLES = {
@@ -282,20 +270,6 @@ def test_a_transformer_engine_without_bf16_moments_withdraws_the_bf16_row_only(v
     assert result.adds == {**FLAGS["bf16"], PAO: False}
     assert "2.3" in result.because
     assert plan_for(FP16, support=te(*version)).adds == {**FLAGS["fp16"], **FP16_STATES}
-
-
-@pytest.mark.parametrize("version", [(2, 3), (2, 11), (2, 14), (2, 20)])
-def test_a_newer_transformer_engine_gets_the_bf16_row(version):
-    assert plan_for(support=te(*version)).adds == {**FLAGS["bf16"], **BF16_STATES}
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_a_native_precision_aware_optimizer_that_cannot_run_is_turned_off_by_name(name):
-    # verl's own fp16 branch sets the field without checking whether the optimizer can run.
-    native = {PAO: True, "store_param_remainders": False}
-    result = plan_for(DTYPES[name], native=native, support=FusedAdamSupport())
-    assert merged(result, {}, native)[PAO] is False
-    assert not aware(result)
 
 
 # -- limits of the bucket and the checkpoints -----------------------------------------------------

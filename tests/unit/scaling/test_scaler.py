@@ -115,16 +115,6 @@ def test_it_is_a_sharded_grad_scaler_and_does_what_that_does():
     assert (ours.counter.steps, ours.counter.skipped, ours.counter.in_row) == (13, 3, 0)
 
 
-def test_the_loss_scale_is_the_one_of_the_last_step():
-    parameter, optimizer = one_parameter()
-    scaling = scaler(init_scale=64.0)
-    assert scaling.loss_scale == 64.0
-    train(scaling, parameter, optimizer, math.inf)
-    assert scaling.loss_scale == 64.0
-    train(scaling, parameter, optimizer)
-    assert scaling.loss_scale == 32.0
-
-
 def test_the_first_skip_is_told_and_then_every_power_of_ten(capsys):
     parameter, optimizer = one_parameter()
     scaling = scaler(init_scale=2.0**16)
@@ -136,22 +126,6 @@ def test_the_first_skip_is_told_and_then_every_power_of_ten(capsys):
     assert "loss scale 65536, then 32768; normal in fp16" in first
     assert "optimizer step 11 was skipped" in tenth
     assert tenth.endswith("(skipped so far: 10)")
-
-
-def test_a_skipped_step_leaves_parameter_and_moments():
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter])
-    scaling = scaler()
-    train(scaling, parameter, optimizer)
-    before = (
-        parameter.detach().clone(),
-        {k: v.clone() for k, v in optimizer.state[parameter].items()},
-    )
-    train(scaling, parameter, optimizer, math.nan)
-    assert torch.equal(parameter, before[0])
-    for name, value in optimizer.state[parameter].items():
-        assert torch.equal(value, before[1][name])
-    assert scaling.counter.skipped == 1
 
 
 def test_fp16_gradients_are_unscaled_without_a_process_group():

@@ -303,13 +303,6 @@ def test_strict_raises_where_a_feature_takes_effect_and_not_at_import(lab, late)
     assert ops.Box(1).value == 1
 
 
-def test_without_strict_a_fault_is_said_and_the_effect_runs(lab):
-    lab.install(lab.seam("toy.ops:gone"), effects=[EFFECT])
-    assert lab.ops.Box(1).value == 1
-    assert type(vars(lab.ops.Box)["__init__"]).__name__ == "function"
-    assert len(lab.faults) == 1
-
-
 def test_strict_raises_a_fault_that_comes_after_the_effects_module(lab):
     lab.install(lab.seam("toy.users:gone"), strict=True, effects=[EFFECT])
     assert lab.ops.Box(1).value == 1  # no target of the framework is imported yet
@@ -326,24 +319,3 @@ def test_one_frameworks_fault_does_not_stop_another(lab):
     assert lab.ops.Box(1).value == 1
     with pytest.raises(SeamError):
         lab.ops.shift(1)
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-def test_strict_raises_the_fault_of_an_adapter_that_could_not_be_loaded(lab, late):
-    if late:
-        assert lab.ops
-    engine = lab.engine(strict=True)
-    engine.fault("broken", SeamError("cannot be loaded"), [EFFECT])
-    with pytest.raises(SeamError, match="cannot be loaded"):
-        lab.ops.Box(1)
-    engine.remove()
-    assert lab.ops.Box(1).value == 1
-
-
-def test_the_fault_of_an_adapter_that_could_not_be_loaded_is_said_and_kept(lab):
-    engine = lab.engine()
-    error = SeamError("cannot be loaded")
-    engine.fault("broken", error, [EFFECT])
-    assert lab.ops.Box(1).value == 1
-    assert engine.faults("broken") == (error,)
-    assert lab.faults == [("broken", "cannot be loaded")]

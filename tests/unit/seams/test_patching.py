@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from importlib import resources
 
 import pytest
 
@@ -16,12 +15,6 @@ KINDS = ("scale", "Box.add", "Box.make", "Box.double", "Box.__init__")
 def contents(space):
     """A namespace's content: names in order, and the identities of the objects."""
     return [(name, id(value)) for name, value in vars(space).items()]
-
-
-def test_replaces_a_function_imported_later(lab):
-    lab.install(lab.seam(OPS))
-    assert lab.ops.scale(3) == -6
-    assert lab.ops.shift(3) == 4
 
 
 def test_replaces_methods_of_every_kind(lab):
@@ -39,25 +32,6 @@ def test_replaces_methods_of_every_kind(lab):
     assert ops.Box.double(4) == ops.Box(0).double(4) == -8
     assert calls[0] == (ops.Box, {"value": 5})
     assert calls[1] == (box, {"value": 5})
-
-
-def test_a_classmethod_still_sees_the_subclass(lab):
-    ops = lab.ops
-    lab.install(lab.seam("toy.ops:Box.make", "toy_wrappers:note", unbound=True))
-
-    class Crate(ops.Box):
-        pass
-
-    assert type(Crate.make(1)) is Crate
-    assert type(Crate(1).make(1)) is Crate
-
-
-def test_a_feature_that_is_off_touches_nothing(lab):
-    ops = lab.ops
-    before = contents(ops)
-    engine = lab.install(lab.seam(OPS, feature="f"), features=("g",))
-    assert contents(ops) == before
-    assert lab.states(engine) == ["off"]
 
 
 def test_a_feature_that_is_off_watches_no_module(lab):
@@ -84,15 +58,6 @@ def test_uninstall_before_the_import_leaves_nothing(lab):
     engine.remove()
     assert lab.ops.scale(3) == 6
     assert type(lab.ops.scale).__name__ == "function"
-
-
-def test_an_adapter_added_twice_is_patched_once(lab):
-    ops = lab.ops
-    engine = lab.install(lab.seam(OPS))
-    wrapper = ops.scale
-    engine.add(lab.adapter(lab.seam(OPS)))
-    assert ops.scale is wrapper
-    assert ops.scale(3) == -6
 
 
 @pytest.mark.parametrize("name", ["Box.inherited", "Crate.add"])
@@ -128,15 +93,6 @@ def test_the_wrapper_looks_like_what_it_wraps_and_is_marked(lab):
     assert scale._self_precision_shim == "precision_shim:toy"
 
 
-def test_the_module_keeps_its_own_loader(lab):
-    lab.install(lab.seam(OPS))
-    ops = lab.ops
-    assert type(ops.__spec__.loader).__name__ == "SourceFileLoader"
-    assert ops.__loader__ is ops.__spec__.loader
-    assert "def scale" in inspect.getsource(ops)
-    assert resources.files("toy").joinpath("ops.py").is_file()
-
-
 def test_two_wrappers_of_one_target_nest_in_the_order_of_the_table(lab):
     ops = lab.ops
     before = contents(ops)
@@ -147,12 +103,6 @@ def test_two_wrappers_of_one_target_nest_in_the_order_of_the_table(lab):
     assert ops.scale(3) == -6 + 100
     engine.remove()
     assert contents(ops) == before
-
-
-def test_the_same_wrapper_for_two_features_wraps_once(lab):
-    engine = lab.install(lab.seam(OPS, feature="f"), lab.seam(OPS, feature="g"))
-    assert lab.ops.scale(3) == -6
-    assert lab.states(engine) == ["wrapped", "wrapped"]
 
 
 def test_two_adapters_share_one_target(lab):
@@ -175,15 +125,6 @@ def test_a_later_adapters_layer_reaches_what_was_imported_by_value_in_between(la
     assert users.use(3) == users.renamed(3) == -6 + 100
     engine.remove()
     assert users.scale is users.renamed is lab.ops.scale is before_shim
-
-
-def test_names_imported_by_value_after_patching_are_given_back(lab):
-    engine = lab.install(lab.seam(OPS))
-    users = lab.load("toy.users")
-    assert users.use(3) == users.renamed(3) == -6
-    engine.remove()
-    assert users.scale is users.renamed is lab.ops.scale
-    assert users.use(3) == 6
 
 
 def test_giving_back_does_not_wake_lazy_modules(lab):

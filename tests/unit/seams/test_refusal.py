@@ -252,14 +252,6 @@ def test_a_module_without_source_is_refused(lab):
     assert "no readable source" in lab.faults[0][1]
 
 
-def test_a_namespace_package_is_patched_like_any_other(lab):
-    lab.write({"space/inner/ops.py": "def turn():\n    return 1\n"})
-    engine = lab.install(lab.seam("space.inner.ops:turn"), lab.seam(GOOD))
-    assert lab.ops.scale(3) == -6
-    assert lab.load("space.inner.ops").turn() == -1
-    assert lab.states(engine) == ["wrapped", "wrapped"]
-
-
 # -- broken adapters ------------------------------------------------------------------------------
 
 

@@ -136,14 +136,6 @@ def test_a_module_that_is_not_there_is_not_found(rich, module):
     assert module in symbol.problem
 
 
-def test_reads_a_module_that_is_imported(write_modules):
-    write_modules({"toy/__init__.py": "", "toy/ops.py": "def f(a):\n    pass\n"})
-    import toy.ops
-
-    assert look("toy.ops:f").parameters == ("a",)
-    assert toy.ops
-
-
 def test_reads_namespace_packages_nested_ones_too(write_modules):
     write_modules(
         {
