@@ -644,6 +644,50 @@ def test_a_misspelt_key_of_nemo_rls_bucket(monkeypatch: pytest.MonkeyPatch, mode
     assert "grad_reduce_in_fp32" in remedy
 
 
+@needs("nemo_rl")
+def test_precision_keys_that_nemo_rl_accepts_and_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.chdir(model)
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    rollout, states = "policy.generation.vllm_cfg", "policy.megatron_cfg.optimizer"
+    remedies = {
+        "policy.precison": "policy.precision=float16",
+        "policy.dtype": "policy.precision=float16",
+        "policy.dtensor_cfg.precision": "policy.precision=float16",
+        f"{rollout}.dtype": f"{rollout}.precision=float16",
+        f"{states}.exp_avg_dtype": "policy.megatron_cfg.enabled=true",
+    }
+    read = (f"++{rollout}.precision=bfloat16", f"++{rollout}.kv_cache_dtype=fp8")
+    read += ("++policy.generation.backend=vllm", f"++{states}.params_dtype=float32")
+    words = [f"++{key}=float16" for key in remedies]
+    code, plan = planned("--parameters", "1B", "--", *DTENSOR, *read, *words)
+    told = {one["key"]: one["remedy"] for one in plan["problems"]}
+    assert (code, told) == (
+        1,
+        {key: f"Write {needs}, or leave {key} out." for key, needs in remedies.items()},
+    )
+
+
+@needs("skyrl")
+def test_what_skyrl_alone_would_not_tell() -> None:
+    section = "trainer.policy.fsdp_config.mixed_precision"
+    line = ("--parameters", "1B", "--", *SKYRL)
+    _, plan = planned(*line, "trainer.strategy=fsdp2", f"{section}.reduce_dtype=fp16")
+    assert any(
+        f"{section}.reduce_dtype=fp16 is no fp16" in one for one in plan["models"][0]["notes"]
+    )
+    _, plan = planned(*line, "trainer.strategy=fsdp2", f"{section}.reduce_dtype=bf16")
+    assert plan["models"][0]["notes"] == []
+    layers = "trainer.policy.megatron_config.transformer_config_kwargs"
+    code, plan = planned(*line, "trainer.strategy=megatron", f"{layers}.fp8_param=true")
+    (problem,) = plan["problems"]
+    found = (code, problem["code"], problem["key"])
+    assert found == (1, "fp8-parameters", f"{layers}.fp8_param")
+    said = refused(*line, "trainer.policy.fsdp_config.param_dtype=fp16")
+    assert f"Did you mean {section}.param_dtype? " in said
+
+
 def since(release: str) -> pytest.MarkDecorator:
     old = importlib.util.find_spec("verl") is None or Version(version("verl")) < Version(release)
     return pytest.mark.skipif(old, reason=f"verl has this from {release}")
@@ -682,28 +726,56 @@ def test_a_critics_section_has_its_own_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "half"),
+    ("line", "half", "without"),
     [
-        pytest.param(GRPO, f"++{MIXED}.param_dtype=fp16", marks=needs("verl")),
+        pytest.param(GRPO, [f"++{MIXED}.param_dtype=fp16"], "nothing scales", marks=needs("verl")),
+        pytest.param(
+            GRPO_ON_MEGATRON,
+            [f"{ACTOR}.megatron.dtype=float16"],
+            "overflow ends the job with NotImplementedError",
+            marks=needs("verl"),
+        ),
         pytest.param(
             (*SKYRL, "trainer.strategy=fsdp2"),
-            "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16",
+            ["trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16"],
+            "nothing scales",
             marks=needs("skyrl"),
         ),
-        pytest.param(DTENSOR, "policy.precision=float16", marks=needs("nemo_rl")),
+        pytest.param(
+            (*SKYRL, "trainer.strategy=megatron", "trainer.bf16=false"),
+            ["trainer.policy.megatron_config.transformer_config_kwargs.fp16=true"],
+            "nothing scales",
+            marks=needs("skyrl"),
+        ),
+        pytest.param(
+            DTENSOR, ["policy.precision=float16"], "nothing scales", marks=needs("nemo_rl")
+        ),
+        pytest.param(
+            DTENSOR[:4],
+            [
+                "policy.precision=float16",
+                *(f"policy.megatron_cfg.optimizer.{flag}" for flag in ("fp16=true", "bf16=false")),
+            ],
+            "overflow ends the job, by check_for_nan_in_grad",
+            marks=needs("nemo_rl"),
+        ),
     ],
 )
-def test_fp16_that_nothing_scales_without_the_shim(
-    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], half: str
+def test_fp16_that_cannot_train_without_the_shim(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    line: tuple[str, ...],
+    half: list[str],
+    without: str,
 ) -> None:
     monkeypatch.chdir(model)
     (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    _, plan = planned("--parameters", "1B", "--", *line, half)
+    _, plan = planned("--parameters", "1B", "--", *line, *half)
     decided = next(
         one for one in plan["models"][0]["decisions"] if one["feature"] == "fp16-scaling"
     )
     scales = decided["because"].startswith("verl's own scaler")
-    assert ("nothing scales" in decided["without"]) is not scales
+    assert (without in decided["without"]) is not scales
 
 
 @needs("verl")
