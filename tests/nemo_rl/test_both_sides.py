@@ -33,7 +33,6 @@ from .test_pages import loaded
 GRPO = "examples/configs/grpo_math_1B.yaml"
 SGLANG = "examples/configs/grpo_math_1B_sglang.yaml"
 KEY = "policy.generation.vllm_cfg.precision"
-KINDS = ("v1", "v2")
 needs_sglang = pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL has SGLang from 0.6 on")
 needs_ppo = pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="NeMo-RL has PPO from 0.7 on")
 
@@ -400,8 +399,7 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [("v1", "bfloat16"), ("v2", "float16")])
 def test_the_weights_are_rounded_once(
     worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
