@@ -358,8 +358,7 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo)
 
 
 @pytest.mark.slow
-@both.each_setting
-@pytest.mark.parametrize("rollout", ["auto", "fp8"])
+@pytest.mark.parametrize(("rollout", "follow"), [("auto", False), ("fp8", True)])
 def test_the_plan_says_what_the_driver_says_of_no_dtype(
     shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, rollout: str, follow: bool
 ) -> None:

@@ -76,14 +76,13 @@ def test_it_is_the_loop_by_hand_bit_for_bit(policy: Any, shim: Any, chunks: int 
     assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
+@pytest.mark.parametrize(("dtype", "chunks"), [("bfloat16", 2), ("float32", None)])
 def test_other_dtypes_are_left_alone(
     policy: Any, shim: Any, dtype: str, chunks: int | None
 ) -> None:
     def train() -> tuple[list[Any], dict[str, Any]]:
         trainer = policy(dtype, chunks=chunks)
-        found = [cpu.policy_step(trainer, step) for step in range(3)]
+        found = [cpu.policy_step(trainer, step) for step in range(2)]
         return [(metrics, output) for metrics, output in found], cpu.values(trainer)
 
     expected, values = train()
