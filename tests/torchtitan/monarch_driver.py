@@ -1,6 +1,6 @@
 """A driver like torchtitan's controller: a trainer and a generator in processes of Monarch's.
 
-The trainer takes three steps, the second of which overflows, and sends its weights over TorchStore
+The trainer takes two steps, the second of which overflows, and sends its weights over TorchStore
 after each; the generator's own loop pulls them. Prints the actors' results as one line of JSON.
 """
 
@@ -42,7 +42,7 @@ async def main(folder: str, trained: str, generated: str) -> dict[str, Any]:
 
     await generator.start_engine_loop.call()
     metrics = []
-    for version in (1, 2, 3):
+    for version in (1, 2):
         batch = [cpu.microbatch(version, advantage=1e9 if version == 2 else 1.0)]
         await trainer.forward_backward.call(batch, 4 * cpu.LENGTH)
         ((_, output),) = list((await trainer.optim_step.call()).items())

@@ -40,10 +40,10 @@ def test_an_overflow_is_skipped_and_the_generator_has_the_weights(
     on = {"PRECISION_SHIM": "1", "PRECISION_SHIM_AUDIT_DIR": str(folder)}
     found = drive(tmp_path, "float16", " BF16", **on)
     metrics = found["metrics"]
-    assert [one["trainer/skipped_steps"] for one in metrics] == [0.0, 1.0, 1.0]
+    assert [one["trainer/skipped_steps"] for one in metrics] == [0.0, 1.0]
     assert metrics[1]["trainer/grad_norm/mean"] == "nan"
     assert found["attention"] == ["torch.float16"]
-    assert (found["enabled"], found["dtype"], found["version"]) == (True, "bfloat16", 3)
+    assert (found["enabled"], found["dtype"], found["version"]) == (True, "bfloat16", 2)
     assert found["held"] == ["torch.bfloat16"]
     # The engine has each of the trainer's fp32 weights, rounded once.
     assert found["sent"].keys() == found["weights"].keys()
@@ -53,7 +53,7 @@ def test_an_overflow_is_skipped_and_the_generator_has_the_weights(
         assert torch.equal(rounded, torch.tensor(found["weights"][name]))
     ((_, sent),) = sent_weights.read(str(folder))
     assert isinstance(sent, sent_weights.Sent)
-    assert (sent.asked, sent.computes, sent.sync) == ("bfloat16", "fp16", 3)
+    assert (sent.asked, sent.computes, sent.sync) == ("bfloat16", "fp16", 2)
     assert sent.sent["weights"].dtypes.keys() == {"bf16"}
     code, said, _ = command("audit", folder)
     assert code == 1, said
