@@ -38,7 +38,8 @@ def lines(pattern: str) -> Iterator[tuple[str, list[str]]]:
     """One launch line for each module that can be imported here, and set of keys on precision."""
     import torchtitan
 
-    site, seen = Path(torchtitan.__file__).parents[1], set()
+    site = Path(torchtitan.__file__).parents[1]
+    seen: set[tuple[str, ...]] = set()
     for file in sorted(site.glob(pattern)):
         name = ".".join(file.relative_to(site).with_suffix("").parts)
         try:
