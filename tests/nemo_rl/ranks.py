@@ -56,21 +56,22 @@ def unpickle(launch: Launch) -> list[str]:
 
 
 def train(launch: Launch) -> dict[str, Any]:
-    """Train a worker of each kind, one after the other; returns the results by kind.
+    """Train workers, one after the other; returns the results by name.
 
-    Options: ``models``, one path for each kind; ``on``, whether the shim is on; and ``dtensor``,
-    keys of the config's ``dtensor_cfg``.
+    Option ``jobs``: kind, path of the model and keys of the config's ``dtensor_cfg``, by name.
     """
     import precision_shim
 
-    if launch.options["on"]:
-        precision_shim.install(settings={"growth_interval": 2, "log": "quiet"})
+    precision_shim.install(settings={"growth_interval": 2, "log": "quiet"})
     return {
-        kind: _train(launch, kind, Path(launch.folder) / kind) for kind in launch.options["models"]
+        name: _train(launch, *job, Path(launch.folder) / name.replace(" ", "_"))
+        for name, job in launch.options["jobs"].items()
     }
 
 
-def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
+def _train(
+    launch: Launch, kind: str, model: str, dtensor: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     """Train four steps, resume, repeat the fourth step; the last rank alone overflows in step 2."""
     import torch
 
@@ -78,10 +79,10 @@ def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
     from .cpu import nemo_rl_on_cpu
     from .test_training import Times
 
-    given, rank, world_size = launch.options, launch.rank, launch.world
+    rank, world_size = launch.rank, launch.world
     folder.mkdir(exist_ok=True)
-    config = support.policy_config(Path(given["models"][kind]), "float16", kind)
-    config["dtensor_cfg"] |= given["dtensor"]
+    config = support.policy_config(Path(model), "float16", kind)
+    config["dtensor_cfg"] |= dtensor
     tensor_parallel = config["dtensor_cfg"]["tensor_parallel_size"]
     config["make_sequence_length_divisible_by"] = tensor_parallel
     shards = world_size // tensor_parallel

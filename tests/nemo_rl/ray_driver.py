@@ -1,7 +1,7 @@
-"""A NeMo-RL driver: a policy of real workers in a real local Ray cluster; prints the results.
+"""A NeMo-RL driver: policies of real workers in a real local Ray cluster; prints the results.
 
-Run as a script, because workers inherit the driver's environment. Arguments: the kind of worker, a
-folder with a model, a folder for checkpoints, the precision.
+Run as a script, because workers inherit the driver's environment. Arguments: a folder with a model,
+a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ import warnings
 from pathlib import Path
 
 warnings.simplefilter("ignore")
-
-
-RANKS = 2
 
 
 def report(self):
@@ -48,36 +45,33 @@ def report(self):
     }
 
 
-def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, object]:
-    """Train with an overflow, save, train a fourth step; resume in new actors and repeat step 4."""
+def main(model: Path, folder: Path) -> dict[str, object]:
+    """Train workers of both kinds with an overflow; save and resume those of the second kind."""
     import ray
 
     from tests.nemo_rl import support
     from tests.processes.forks import WORKER_PYTHON
     from tests.processes.ray_cluster import start
 
-    fqn = support.NAMES[kind].replace(":", ".")
     start(4)
     from nemo_rl.distributed import ray_actor_environment_registry as registry
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.models.policy.lm_policy import Policy
 
-    def run_by(python):
+    def policy(kind, ranks, python, **paths):
+        fqn = support.NAMES[kind].replace(":", ".")
         registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # keeps NeMo-RL from calling uv
-
-    config = support.policy_config(
-        model,
-        precision,
-        kind,
-        # The first step overflows; backoff_factor then lowers the scale to a value that fits fp16.
-        precision_shim={"loss_scale_init": 1e30, "backoff_factor": 1e-26},
-    )
-
-    def policy(**paths):
+        config = support.policy_config(
+            model,
+            "float16",
+            kind,
+            # The first step overflows; backoff_factor then lowers the scale to one that fits fp16.
+            precision_shim={"loss_scale_init": 1e30, "backoff_factor": 1e-26},
+        )
         cluster = RayVirtualCluster(
-            bundle_ct_per_node_list=[RANKS],
+            bundle_ct_per_node_list=[ranks],
             use_gpus=False,
-            num_gpus_per_node=RANKS,
+            num_gpus_per_node=ranks,
             max_colocated_worker_groups=1,
         )
         made = Policy(
@@ -100,11 +94,8 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
         except TypeError as error:
             return str(error)
 
-    def note(what):
-        print(f"SO FAR {what} {json.dumps(found)}", flush=True)
-
     def train(made, seed):
-        result = made.train(support.batch(8, seed), support.loss_for(kind), gbs=8)
+        result = made.train(support.batch(8, seed), support.nll_loss(), gbs=8)
         metrics = result["all_mb_metrics"]
         return {
             "loss": result["loss"].tolist(),
@@ -114,45 +105,50 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
             "workers": reports(made),
         }
 
-    # In one case Ray starts the workers. Other workers are forks of a process with imports.
+    def first(kind, ranks, python):
+        cluster, made = policy(kind, ranks, python)
+        return (
+            cluster,
+            made,
+            {
+                "start": reports(made),
+                "refused": [refused(made, one) for one in ("save_checkpoint", "load_checkpoint")],
+                "steps": [train(made, seed) for seed in range(2)],
+            },
+        )
+
+    # Ray itself starts the first worker. The others are forks of a process with imports.
+    cluster, made, found = first("v1", 1, sys.executable)
+    print(f"SO FAR {json.dumps(found)}", flush=True)
+    made.shutdown()
+    cluster.shutdown()
     forked = os.environ[WORKER_PYTHON]
-    run_by(sys.executable if kind == "v1" and "PRECISION_SHIM" in os.environ else forked)
-    cluster, first = policy()
-    found: dict[str, object] = {"start": reports(first)}
-    found["refused"] = [refused(first, one) for one in ("save_checkpoint", "load_checkpoint")]
-    found["steps"] = [train(first, seed) for seed in range(3)]
-    first.save_checkpoint(
-        weights_path=str(folder / "weights"),
-        optimizer_path=str(folder / "optimizer"),
+    cluster, made, second = first("v2", 2, forked)
+    paths = {f"{name}_path": str(folder / name) for name in ("weights", "optimizer")}
+    made.save_checkpoint(
+        **paths,
         checkpointing_cfg={
             "enabled": True,
             "model_save_format": "safetensors",
             "save_consolidated": False,
             "is_async": False,
-        }
-        if kind != "v1"
-        else None,
+        },
     )
-    found["files"] = sorted(one.name for one in (folder / "optimizer").iterdir())
-    found["on"] = train(first, 3)
-    note("trained")
-    first.shutdown()
+    second["files"] = sorted(one.name for one in (folder / "optimizer").iterdir())
+    second["on"] = train(made, 2)
+    made.shutdown()
     cluster.shutdown()
-    run_by(forked)
-    cluster, second = policy(
-        weights_path=str(folder / "weights"), optimizer_path=str(folder / "optimizer")
-    )
-    found["resumed"] = reports(second)
-    found["again"] = train(second, 3)
-    second.shutdown()
+    cluster, made = policy("v2", 2, forked, **paths)
+    second["resumed"] = reports(made)
+    second["again"] = train(made, 2)
+    made.shutdown()
     cluster.shutdown()
     ray.shutdown()
-    return found
+    return {"v1": found, "v2": second}
 
 
 if __name__ == "__main__":
     from tests.processes.ray_cluster import tell
 
-    kind, model, folder, precision = sys.argv[1:]
     # After an error NeMo-RL's cluster object would start another Ray, and wait for it.
-    tell(lambda: main(kind, Path(model), Path(folder), precision))
+    tell(lambda: main(*map(Path, sys.argv[1:])))

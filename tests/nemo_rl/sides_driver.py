@@ -6,6 +6,7 @@ Arguments: NeMo-RL's checkout, a folder with a model, an empty folder.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 import warnings
@@ -19,6 +20,7 @@ import precision_shim
 from tests.every_framework.both_sides import DTYPES, FOLLOW, PAIRS, watched
 from tests.nemo_rl.test_both_sides import GRPO, KEY, read, set_up
 from tests.processes import ray_cluster
+from tests.processes.forks import WORKER_PYTHON
 
 
 @ray.remote(num_cpus=1)
@@ -67,7 +69,7 @@ def run(policy: str, rollout: str, setting: str, *folders: Path) -> dict[str, An
 def main() -> None:
     """Print the results by policy, rollout and setting."""
     warnings.simplefilter("ignore")
-    ray_cluster.start(num_cpus=2)
+    ray_cluster.start(2, runtime_env={"py_executable": os.environ[WORKER_PYTHON]})
     folders = [Path(one) for one in sys.argv[1:]]
     found = {
         f"{policy} {rollout} {setting}": run(policy, rollout, setting, *folders)

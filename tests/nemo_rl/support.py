@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from packaging.version import Version
 
@@ -29,6 +30,7 @@ NAMES = {
     "value": "nemo_rl.models.value.workers.dtensor_value_worker_v2:DTensorValueWorkerV2",
 }
 KINDS = ("v1", "v2", "value") if Version("0.7") <= NEMO_RL else ("v1", "v2")
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def common(model: Path, precision: str) -> dict[str, Any]:

@@ -9,11 +9,10 @@ import precision_shim
 from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
 
-from .support import KINDS, NEMO_RL, batch, loss_for, optimizer, plain, policy_config
-
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+from .support import NEMO_RL, batch, each_kind, loss_for, optimizer, plain, policy_config
 
 
+@each_kind
 def test_alone(kind, worker, shim) -> None:
     shim(features=["audit"])
     with worker(kind, "bfloat16") as one:
@@ -27,60 +26,58 @@ def test_alone(kind, worker, shim) -> None:
     assert [one.code for one in after.problems] == []
 
 
-def test_beside_loss_scaling(kind, worker, shim) -> None:
+def test_beside_loss_scaling(worker, shim) -> None:
     """The scaler exists before the audit runs, so the audit notes no missing scaler."""
     shim()
-    with worker(kind, "float16") as one:
+    with worker("v2", "float16") as one:
         (before,) = precision_shim.status().audit
-        one.train(batch(), loss_for(kind))
+        one.train(batch(), loss_for("v2"))
     (after,) = precision_shim.status().audit
     assert before.parts[0].scaler == after.parts[0].scaler == "LossScaler"
     assert "scaler-missing" not in {note.code for note in (*before.notes, *after.notes)}
 
 
-def test_bf16_weights_without_masters(kind, worker, shim) -> None:
+@pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL before 0.6 loads float32")
+def test_bf16_weights_without_masters(worker, shim) -> None:
     """One warning, also under strict, because the user chose; and a problem of each audit."""
-    if Version("0.7" if kind == "v2" else "0.6") > NEMO_RL:
-        pytest.skip("its own float32, or the checkpoint's, wins over hf_config_overrides.dtype")
     shim(features=["audit"], strict=True)
-    subject = "value" if kind == "value" else "policy"
-    key = f"{subject}.hf_config_overrides.dtype=float32"
+    key = "policy.hf_config_overrides.dtype=float32"
     chosen = {"hf_config_overrides": {"dtype": "bfloat16"}, "optimizer": optimizer(1e-6)}
     with (
         pytest.warns(PrecisionShimWarning, match=f"no-master .* 0 of the 8 bits .*{key}") as told,
-        worker(kind, "bfloat16", **chosen) as one,
+        worker("v1", "bfloat16", **chosen) as one,
     ):
-        one.train(batch(), loss_for(kind))
+        one.train(batch(), loss_for("v1"))
     assert sum(one.category is PrecisionShimWarning for one in told) == 1
     (audit,) = precision_shim.status().audit
     assert ([one.code for one in audit.problems], audit.complete) == (["no-master"], True)
     assert [one.chosen for one in precision_shim.status().decisions] == ["no-master"]
 
 
-def test_a_dtype_that_nothing_reads(kind, worker, shim, model) -> None:
+def test_a_dtype_that_nothing_reads(worker, shim, model) -> None:
     shim(features=["audit"])
-    own = policy_config(model, "bfloat16", kind)["dtensor_cfg"]
+    own = policy_config(model, "bfloat16", "v2")["dtensor_cfg"]
     low = {**own, "mixed_precision": {"param_dtype": "float16"}}
     told = r"dtensor_cfg\.mixed_precision\.param_dtype=float16 has no effect: nothing reads"
-    with pytest.warns(PrecisionShimWarning, match=told), worker(kind, "bfloat16", dtensor_cfg=low):
+    with pytest.warns(PrecisionShimWarning, match=told), worker("v2", "bfloat16", dtensor_cfg=low):
         (audit,) = precision_shim.status().audit
     assert [one.code for one in audit.problems] == ["no-effect"]
-    with worker(kind, "bfloat16", dtensor_cfg={**own, "mixed_precision": True}):
+    with worker("v2", "bfloat16", dtensor_cfg={**own, "mixed_precision": True}):
         assert precision_shim.status().audit[-1].problems == ()
 
 
-def test_off_it_is_not_there(kind, worker, shim) -> None:
+def test_off_it_is_not_there(worker, shim) -> None:
     shim(features=["dtype-coercion", "fp16-scaling"])
-    with worker(kind, "bfloat16") as one:
+    with worker("v2", "bfloat16") as one:
         assert not isinstance(one, AuditedWorker)
     assert list(precision_shim.status().audit) == []
 
 
 @pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="before 0.6 nothing can inherit from a worker")
-def test_a_worker_of_the_users_own(kind, worker, shim, monkeypatch) -> None:
+def test_a_worker_of_the_users_own(worker, shim, monkeypatch) -> None:
     shim(features=["audit"])
-    beneath = next(one for one in plain(kind).__mro__ if one.__name__.endswith("Impl"))
+    beneath = next(one for one in plain("v2").__mro__ if one.__name__.endswith("Impl"))
     mine = type("MyWorker", (beneath,), {})
     monkeypatch.setattr("tests.nemo_rl.support.plain", lambda kind: mine)
-    with worker(kind, "bfloat16"):
+    with worker("v2", "bfloat16"):
         assert len(precision_shim.status().audit) == 1

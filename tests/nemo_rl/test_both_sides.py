@@ -33,7 +33,6 @@ from .test_pages import loaded
 GRPO = "examples/configs/grpo_math_1B.yaml"
 SGLANG = "examples/configs/grpo_math_1B_sglang.yaml"
 KEY = "policy.generation.vllm_cfg.precision"
-KINDS = ("v1", "v2")
 needs_sglang = pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL has SGLang from 0.6 on")
 needs_ppo = pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="NeMo-RL has PPO from 0.7 on")
 
@@ -359,8 +358,7 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo)
 
 
 @pytest.mark.slow
-@both.each_setting
-@pytest.mark.parametrize("rollout", ["auto", "fp8"])
+@pytest.mark.parametrize(("rollout", "follow"), [("auto", False), ("fp8", True)])
 def test_the_plan_says_what_the_driver_says_of_no_dtype(
     shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, rollout: str, follow: bool
 ) -> None:
@@ -400,8 +398,7 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [("v1", "bfloat16"), ("v2", "float16")])
 def test_the_weights_are_rounded_once(
     worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:

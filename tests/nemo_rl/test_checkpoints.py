@@ -15,10 +15,8 @@ from precision_shim.scaling import FILE_NAME
 
 from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
 from ..every_framework.checkpoint_doctor import verdict
-from .support import KINDS, batch, loss_for, parameters, save, scaler_of
+from .support import batch, each_kind, loss_for, parameters, save, scaler_of
 from .test_training import Times, figures, same
-
-pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
 def train(one: Any, kind: str, seeds: range) -> list[Any]:
@@ -34,6 +32,7 @@ def moments(one: Any) -> list[torch.Tensor]:
     ]
 
 
+@each_kind
 def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path) -> None:
     shim(settings={"growth_interval": 3})
     with worker(kind, "float16") as one:
@@ -54,36 +53,36 @@ def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.oldest
-def test_load_checkpoint_restores_the_scaler_too(kind, worker, shim, tmp_path: Path) -> None:
+def test_load_checkpoint_restores_the_scaler_too(worker, shim, tmp_path: Path) -> None:
     shim(settings={"growth_interval": 1, "loss_scale_init": 1024})
-    with worker(kind, "float16") as one:
-        train(one, kind, range(2))
+    with worker("v2", "float16") as one:
+        train(one, "v2", range(2))
         save(one, tmp_path)
-        train(one, kind, range(2, 4))
+        train(one, "v2", range(2, 4))
         assert scaler_of(one).get_scale() == 1024.0 * 2**4
         one.load_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         assert scaler_of(one).get_scale() == 1024.0 * 2**2
 
 
-def test_without_the_optimizer_no_scaler_is_saved(kind, worker, shim, tmp_path: Path) -> None:
+def test_without_the_optimizer_no_scaler_is_saved(worker, shim, tmp_path: Path) -> None:
     shim()
-    with worker(kind, "float16") as one:
+    with worker("v2", "float16") as one:
         save(one, tmp_path, optimizer=False)
     assert not list(tmp_path.rglob(FILE_NAME))
 
 
 def test_a_checkpoint_without_scaler_state_loads_with_one_warning(
-    kind, worker, shim, tmp_path: Path
+    worker, shim, tmp_path: Path
 ) -> None:
-    with worker(kind, "float16") as one:
-        one.train(batch(), loss_for(kind))
+    with worker("v1", "float16") as one:
+        one.train(batch(), loss_for("v1"))
         save(one, tmp_path)
         states = moments(one)
     shim()
     assert verdict(tmp_path, "nemo-rl", FP16_JOB) == "starts anew"
     stack = contextlib.ExitStack()
     with pytest.warns(PrecisionShimWarning, match="no loss scaler state at") as caught:
-        one = stack.enter_context(worker(kind, "float16", tmp_path))
+        one = stack.enter_context(worker("v1", "float16", tmp_path))
     with stack:
         assert scaler_of(one).get_scale() == 65536.0
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
@@ -93,6 +92,7 @@ def test_a_checkpoint_without_scaler_state_loads_with_one_warning(
 
 @pytest.mark.slow
 @pytest.mark.oldest
+@pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_a_checkpoint_of_the_shim_loads_without_it(kind, worker, shim, tmp_path: Path) -> None:
     import precision_shim
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_the_shim_loads_without_it(kind, worker, shim, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.oldest
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("kind", "strict"), [("v1", False), ("v2", True)])
 def test_a_directory_that_is_saved_again_without_the_shim(
     kind, worker, shim, tmp_path: Path, strict: bool
 ) -> None:
@@ -146,27 +146,25 @@ def test_a_directory_that_is_saved_again_without_the_shim(
 
 @pytest.mark.slow
 @pytest.mark.oldest
-def test_a_save_while_each_step_was_skipped_counts_no_step(
-    kind, worker, shim, tmp_path: Path
-) -> None:
+def test_a_save_while_each_step_was_skipped_counts_no_step(worker, shim, tmp_path: Path) -> None:
     """torch's distributed checkpoint makes missing states by a step, and counts it."""
     shim()
 
     def skips(one: Any) -> None:
-        one.train(batch(seed=9), Times(loss_for(kind), 1e30))
+        one.train(batch(seed=9), Times(loss_for("v2"), 1e30))
 
     ends = []
-    with worker(kind, "float16") as one:
+    with worker("v2", "float16") as one:
         skips(one)
-        train(one, kind, range(2))
+        train(one, "v2", range(2))
         ends.append((parameters(one), moments(one)))
-    with worker(kind, "float16") as one:
+    with worker("v2", "float16") as one:
         skips(one)
         save(one, tmp_path)
-        train(one, kind, range(2))
+        train(one, "v2", range(2))
         ends.append((parameters(one), moments(one)))
-    with worker(kind, "float16", paths=tmp_path) as one:
-        train(one, kind, range(2))
+    with worker("v2", "float16", paths=tmp_path) as one:
+        train(one, "v2", range(2))
         ends.append((parameters(one), moments(one)))
     (expected, states), *others = ends
     for found, kept in others:

@@ -18,17 +18,9 @@ from precision_shim_adapters.nemo_rl.training.dtensor import ScaledWorker
 from ..processes.actor_methods import described
 from ..processes.rank_server import Ranks
 from .cpu import nemo_rl_on_cpu
-from .support import KINDS, NAMES, NEMO_RL, actor_class, batch, loss_for, plain, scaler_of
-
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+from .support import NAMES, NEMO_RL, actor_class, batch, each_kind, nll_loss, plain, scaler_of
 
 CLIPS = ("nemo_rl.models.dtensor.parallelize", "nemo_automodel.components.training.utils")
-
-
-@pytest.fixture(autouse=True)
-def _imported(kind: str, worker: Any) -> None:
-    with nemo_rl_on_cpu():
-        actor_class(kind)
 
 
 def contents(kind: str) -> dict[str, dict[str, Any]]:
@@ -49,8 +41,10 @@ def changed(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]])
     }
 
 
+@each_kind
 def test_in_and_out_leaves_nothing_behind(kind, shim) -> None:
-    before = contents(kind)
+    with nemo_rl_on_cpu():
+        before = contents(kind)
     for _ in range(2):
         shim()
         module, _, name = NAMES[kind].partition(":")
@@ -64,10 +58,15 @@ def test_in_and_out_leaves_nothing_behind(kind, shim) -> None:
         assert not changed(before, contents(kind))
 
 
+@each_kind
 def test_the_actor_class_keeps_name_options_and_methods(kind, shim) -> None:
-    before = actor_class(kind)
+    with nemo_rl_on_cpu():
+        before = actor_class(kind)
+    methods = described(before)
+    assert {"__init__", "train", "save_checkpoint", "load_checkpoint"} <= methods.keys()
     shim()
     after = actor_class(kind)
+    assert described(after) == methods
     assert type(after).__name__ == type(before).__name__
     assert after._default_options == before._default_options
     old, new = (one.__ray_metadata__ for one in (before, after))
@@ -79,25 +78,20 @@ def test_the_actor_class_keeps_name_options_and_methods(kind, shim) -> None:
     assert mine.__mro__[1:] == (AuditedWorker, scaled, ScaledWorker, *theirs.__mro__)
     assert scaled.__qualname__ == theirs.__qualname__
     assert (mine.__module__, mine.__qualname__) == (theirs.__module__, theirs.__qualname__)
-
-
-def test_its_methods_look_like_the_frameworks(kind, shim) -> None:
-    before = described(actor_class(kind))
-    shim()
-    after = described(actor_class(kind))
-    for method in ("__init__", "train", "save_checkpoint", "load_checkpoint"):
-        assert method in before
-    assert after == before
-    assert "weights_path" in inspect.signature(plain(kind).save_checkpoint).parameters
     with pytest.raises(TypeError, match="nonsense"):
-        inspect.signature(plain(kind).load_checkpoint).bind(None, "weights", nonsense=1)
+        inspect.signature(mine.load_checkpoint).bind(None, "weights", nonsense=1)
+    cloudpickle.dumps(new.modified_class)
 
 
+@pytest.mark.slow
+@pytest.mark.oldest
+@each_kind
 def test_it_survives_the_way_that_ray_sends_it(kind, shim, ranks: Ranks, tmp_path: Path) -> None:
-    shim()
-    modified = actor_class(kind).__ray_metadata__.modified_class
     file = tmp_path / "worker.pickle"
     with nemo_rl_on_cpu():
+        actor_class(kind)
+        shim()
+        modified = actor_class(kind).__ray_metadata__.modified_class
         file.write_bytes(cloudpickle.dumps(modified))
     (names,) = ranks("unpickle", world=1, target=NAMES[kind], file=str(file))
     name = NAMES[kind].partition(":")[2]
@@ -111,9 +105,9 @@ def test_it_survives_the_way_that_ray_sends_it(kind, shim, ranks: Ranks, tmp_pat
 
 
 @pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="before 0.6 nothing can inherit from a worker")
-def test_a_worker_of_the_users_own_scales_too(kind, shim, worker, monkeypatch) -> None:
+def test_a_worker_of_the_users_own_scales_too(shim, worker, monkeypatch) -> None:
     shim()
-    module, _, name = NAMES[kind].partition(":")
+    module, _, name = NAMES["v2"].partition(":")
     implementation = getattr(importlib.import_module(module), f"{name}Impl")
 
     class MyWorker(implementation):
@@ -121,8 +115,8 @@ def test_a_worker_of_the_users_own_scales_too(kind, shim, worker, monkeypatch) -
 
     assert ScaledWorker not in MyWorker.__mro__
     monkeypatch.setattr("tests.nemo_rl.support.plain", lambda kind: MyWorker)
-    with worker(kind, "float16") as one:
-        metrics = one.train(batch(), loss_for(kind))["all_mb_metrics"]
+    with worker("v2", "float16") as one:
+        metrics = one.train(batch(), nll_loss())["all_mb_metrics"]
         assert metrics["loss_scale"] == [65536.0]
         assert scaler_of(one).counter.steps == 1
-    assert plain(kind) is not MyWorker
+    assert plain("v2") is not MyWorker

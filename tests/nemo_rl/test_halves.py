@@ -49,8 +49,7 @@ def send(made: Any, patch: pytest.MonkeyPatch) -> list[str]:
     return wire.names
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("kind", "dtype"), [("v1", "float16"), ("v2", "bfloat16")])
 def test_what_a_worker_sends(
     worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, dtype: str
 ) -> None:

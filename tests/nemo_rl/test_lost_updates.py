@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]])
 def test_dtensor_worker(kind: str, worker: Any, shim: Any) -> None:
     def train() -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
         with worker(kind, "bfloat16") as one:
@@ -41,17 +41,16 @@ def test_dtensor_worker(kind: str, worker: Any, shim: Any) -> None:
     assert [figures["weights"]] == later[-1]["updates_lost"]
 
 
-@pytest.mark.parametrize("kind", [one for one in KINDS if one != "value"])  # has no rollout
-def test_the_rollouts_copies(kind: str, worker: Any, shim: Any) -> None:
+def test_the_rollouts_copies(worker: Any, shim: Any) -> None:
     """DTensor workers send weights in the policy's dtype; the engine casts to its own dtype."""
     shim(settings={"watch_updates": 1})
     shares, stored = {}, {}
     for policy, rollout in (("float16", "float16"), ("float16", "bfloat16"), ("bfloat16", "half")):
-        with worker(kind, policy) as one:
+        with worker("v2", policy) as one:
             vllm = {"precision": rollout}
             one.cfg["generation"] = {"backend": "vllm", "temperature": 1.0, "vllm_cfg": vllm}
             for seed in range(3):
-                said = one.train(batch(seed=seed), loss_for(kind))["all_mb_metrics"]
+                said = one.train(batch(seed=seed), loss_for("v2"))["all_mb_metrics"]
         shares[policy, rollout] = said["updates_lost_rollout"][0]
         figures = precision_shim.status().audit[-1].parts[0].updates
         assert figures is not None

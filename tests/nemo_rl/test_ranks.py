@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,52 +15,46 @@ from .support import KINDS
 
 pytestmark = pytest.mark.slow
 
-Trained = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+Trained = Callable[[bool], list[dict[str, Any]]]
+OTHERS = {"CPU offload": {"cpu_offload": True}, "tensor parallel": {"tensor_parallel_size": 2}}
+"""Keys of ``dtensor_cfg``, by what they select in the place of data parallelism alone."""
 
 
 @pytest.fixture(scope="module")
 def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The results of each rank for a kind of worker.
+    """The results of each rank by kind and by name of the case.
 
-    All kinds train one after the other in the same processes, to save imports. If a kind
-    fails, the launch fails, and each kind is then launched alone.
+    Many workers train one after the other in the same processes, to save imports.
     """
-    models = {kind: str(model) for kind in KINDS}
-    if "value" in models:
-        # This checkpoint has a value head, because nemo_automodel would initialize a missing value
-        # head in one process only, and leave uninitialized memory in the others.
-        models["value"] = str(make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True))
+    # This checkpoint has a value head, because nemo_automodel would initialize a missing value
+    # head in one process only, and leave uninitialized memory in the others.
+    value = make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True)
 
     @functools.cache
-    def together(dtensor: str) -> Any:
-        try:
-            return ranks("train", models=models, on=True, dtensor=json.loads(dtensor))
-        except AssertionError:
-            return None
+    def launched(others: bool) -> list[dict[str, Any]]:
+        if others:
+            jobs = [(kind, model, each) for kind in ("v1", "v2") for each in OTHERS.items()]
+        else:
+            models = {"value": value}
+            jobs = [(kind, models.get(kind, model), ("data parallel", {})) for kind in KINDS]
+        given = {
+            f"{kind} {name}": [kind, str(path), dtensor] for kind, path, (name, dtensor) in jobs
+        }
+        return ranks("train", jobs=given)
 
-    def of(kind: str, dtensor: dict[str, Any]) -> list[dict[str, Any]]:
-        found = together(json.dumps(dtensor)) or ranks(
-            "train", models={kind: models[kind]}, on=True, dtensor=dtensor
-        )
-        return [one[kind] for one in found]
-
-    return of
+    return launched
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "dtensor",
+    ("kind", "case"),
     [
-        pytest.param({}, id="data parallel", marks=pytest.mark.oldest),
-        pytest.param({"cpu_offload": True}, id="CPU offload"),
-        pytest.param({"tensor_parallel_size": 2}, id="tensor parallel"),
+        *(pytest.param(kind, "data parallel", marks=pytest.mark.oldest) for kind in KINDS),
+        *((kind, case) for kind in ("v1", "v2") for case in OTHERS),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_skip_together_and_resume(
-    trained: Trained, kind: str, dtensor: dict[str, Any]
-) -> None:
-    found = trained(kind, dtensor)
+def test_two_ranks_skip_together_and_resume(trained: Trained, kind: str, case: str) -> None:
+    found = [one[f"{kind} {case}"] for one in trained(case in OTHERS)]
     scales = [step["scale"] for step in found[0]["steps"]]
     assert scales == [65536.0, 32768.0, 32768.0, 65536.0]
     for one in found:
@@ -74,10 +67,3 @@ def test_two_ranks_skip_together_and_resume(
         assert one["resumed"] == one["steps"][-1]
     assert found[0]["steps"][1]["metrics"] == [[65536.0], [1.0]]
     assert found[1]["steps"][1]["metrics"] == [None, None]  # NeMo-RL sums metrics over ranks
-
-
-@pytest.mark.oldest
-@pytest.mark.timeout(900)
-def test_two_ranks_without_the_shim_are_destroyed(ranks: Ranks, model: Path) -> None:
-    found = ranks("train", models={"v1": str(model)}, on=False, dtensor={})
-    assert not found[0]["v1"]["finite"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,21 @@ import pytest
 from ..plan.shipped import LORA, hold
 
 UNPLANNED = ("its config trains no model", LORA, "FusedAdam")
+KEY = re.compile("precision|dtype|[bf]p?(8|16)|megatron_cfg|lora")
+BASE = re.compile(r"^defaults:\s*(?:-\s*)?(\S+)$", re.MULTILINE)
+
+
+def keys(file: Path) -> tuple[str, ...]:
+    """A config's lines on precision, after those of the config that it changes."""
+    text = file.read_text("utf-8")
+    bases = [one for name in BASE.findall(text) for one in keys(file.parent / name.strip("\"'"))]
+    return (*bases, *(line.strip() for line in text.splitlines() if KEY.search(line)))
 
 
 @pytest.mark.slow
 def test_recipes(checkout: Path) -> None:
+    """One config for each set of keys."""
     examples = checkout / "examples"
     line = ("python", str(examples / "run_sft.py"), "--config")
-    found = sorted(examples.rglob("*.yaml"))
+    found = {keys(one): one for one in sorted(examples.rglob("*.yaml"))}.values()
     hold({str(one.relative_to(examples)): (*line, str(one)) for one in found}, *UNPLANNED)

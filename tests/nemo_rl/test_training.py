@@ -12,10 +12,7 @@ import precision_shim
 from precision_shim.errors import PrecisionShimWarning, SeamError, SettingsError
 from precision_shim.scaling import LossScaler
 
-from .support import KINDS, batch, loss_for, parameters, scaler_of
-
-pytestmark = pytest.mark.parametrize("kind", KINDS)
-
+from .support import KINDS, batch, each_kind, loss_for, nll_loss, parameters, scaler_of
 
 ROUNDED = 2.0**-11
 """The relative rounding error of fp16, by which NeMo-RL's loss and a loss by hand may differ."""
@@ -44,6 +41,7 @@ def figures(result: dict[str, Any]) -> tuple[Any, Any]:
     return metrics.get("loss_scale"), metrics.get("skipped_steps")
 
 
+@each_kind
 def test_an_overflow_is_skipped_and_the_scale_falls(kind, worker, shim) -> None:
     shim()
     with worker(kind, "float16") as one:
@@ -60,10 +58,8 @@ def test_an_overflow_is_skipped_and_the_scale_falls(kind, worker, shim) -> None:
         assert not same(before, parameters(one))
 
 
-def test_auxiliary_losses_of_experts_are_scaled_too(kind, worker, shim) -> None:
+def test_auxiliary_losses_of_experts_are_scaled_too(worker, shim) -> None:
     """nemo_automodel adds gradients of auxiliary losses in the backward pass, not to the loss."""
-    if kind == "v1":
-        pytest.skip("the first worker trains without nemo_automodel")
     moe = pytest.importorskip(
         "nemo_automodel.components.moe.megatron.moe_utils",
         reason="this nemo_automodel has no models of its own with experts",
@@ -79,20 +75,18 @@ def test_auxiliary_losses_of_experts_are_scaled_too(kind, worker, shim) -> None:
     for precision in ("float32", "float16"):
         if precision == "float16":
             shim(settings={"loss_scale_init": 256})
-        with worker(kind, precision) as one:
+        with worker("v2", precision) as one:
             last = [module for module in one.model.modules() if isinstance(module, torch.nn.Linear)]
             last[-1].register_forward_hook(attach)
-            plain = one.train(batch(), Times(loss_for(kind), 0.0))
+            plain = one.train(batch(), Times(nll_loss(), 0.0))
             norms[precision] = float(plain["grad_norm"])
     assert figures(plain) == ([256.0], [0.0])
     assert norms["float16"] == norms["float32"] > 0  # all gradients are 0.1
     assert holder.main_loss_backward_scale in (None, 1.0)
 
 
-@pytest.mark.parametrize("clip", [0.05, None], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize(("kind", "clip"), [("v1", 0.05), ("v2", 0.05), ("v2", None)])
 def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> None:
-    if kind == "value":
-        pytest.skip("the loop below is that of a language model")
     with worker(kind, "float16", max_grad_norm=clip) as one:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=2)
         norms = []
@@ -119,7 +113,7 @@ def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> 
     shim(settings={"loss_scale_init": 2.0**15, "growth_interval": 2})
     with worker(kind, "float16", max_grad_norm=clip) as one:
         start = parameters(one)
-        results = [one.train(batch(seed=seed), loss_for(kind)) for seed in range(4)]
+        results = [one.train(batch(seed=seed), nll_loss()) for seed in range(4)]
         if clip is not None or kind == "v1":  # without clipping nemo_automodel computes no norm
             reported = [float(one["grad_norm"]) for one in results]
             assert reported == pytest.approx(norms, rel=2 * ROUNDED)
@@ -131,7 +125,7 @@ def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> 
     assert apart <= len(results) * 2 * ROUNDED * moved
 
 
-def test_dynamic_batching(kind, worker, shim) -> None:
+def test_dynamic_batching(worker, shim) -> None:
     shim()
     dynamic = {
         "enabled": True,
@@ -139,7 +133,7 @@ def test_dynamic_batching(kind, worker, shim) -> None:
         "logprob_mb_tokens": 24,
         "sequence_length_round": 4,
     }
-    with worker(kind, "float16", dynamic_batching=dynamic) as one:
+    with worker("v2", "float16", dynamic_batching=dynamic) as one:
         arguments = {
             "input_key": "input_ids",
             "input_lengths_key": "input_lengths",
@@ -148,27 +142,27 @@ def test_dynamic_batching(kind, worker, shim) -> None:
         }
         shards, _ = batch().shard_by_batch_size(1, batch_size=4, dynamic_batching_args=arguments)
         before = parameters(one)
-        result = one.train(shards[0], loss_for(kind))
+        result = one.train(shards[0], nll_loss())
         assert figures(result) == ([65536.0], [0.0])
         assert not same(before, parameters(one))
 
 
-def test_eval_mode_takes_no_step_and_reports_no_scale(kind, worker, shim) -> None:
+def test_eval_mode_takes_no_step_and_reports_no_scale(worker, shim) -> None:
     shim()
-    with worker(kind, "float16") as one:
+    with worker("v2", "float16") as one:
         before = parameters(one)
-        result = one.train(batch(), loss_for(kind), True)
-        again = one.train(batch(), loss_for(kind), eval_mode=True)
+        result = one.train(batch(), nll_loss(), True)
+        again = one.train(batch(), nll_loss(), eval_mode=True)
         assert figures(result) == figures(again) == (None, None)
         assert scaler_of(one).counter.steps == 0
         assert same(before, parameters(one))
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_other_precisions_are_left_alone(kind, worker, shim, precision, monkeypatch) -> None:
+@each_kind
+def test_bf16_is_left_alone(kind, worker, shim, monkeypatch) -> None:
     def run() -> tuple[Any, ...]:
-        with worker(kind, precision) as one:
-            results = [one.train(batch(seed=seed), loss_for(kind)) for seed in range(3)]
+        with worker(kind, "bfloat16") as one:
+            results = [one.train(batch(seed=seed), loss_for(kind)) for seed in range(2)]
             return parameters(one), results
 
     expected, without = run()
@@ -184,20 +178,20 @@ def test_other_precisions_are_left_alone(kind, worker, shim, precision, monkeypa
     assert not precision_shim.status().decisions
 
 
-def test_the_loss_that_is_reported_is_not_scaled(kind, worker, shim) -> None:
-    with worker(kind, "float16") as one:
-        expected = one.train(batch(), loss_for(kind))["global_loss"]
+def test_the_loss_that_is_reported_is_not_scaled(worker, shim) -> None:
+    with worker("v1", "float16") as one:
+        expected = one.train(batch(), nll_loss())["global_loss"]
     shim()
-    with worker(kind, "float16") as one:
-        assert torch.equal(one.train(batch(), loss_for(kind))["global_loss"], expected)
+    with worker("v1", "float16") as one:
+        assert torch.equal(one.train(batch(), nll_loss())["global_loss"], expected)
 
 
-def test_the_configs_block_wins_over_variables(kind, worker, shim, monkeypatch) -> None:
+def test_the_configs_block_wins_over_variables(worker, shim, monkeypatch) -> None:
     monkeypatch.setenv("PRECISION_SHIM_LOSS_SCALE_INIT", "128")
     monkeypatch.setenv("PRECISION_SHIM_BACKOFF_FACTOR", "0.25")
     shim()
     block = {"loss_scale_init": 4096, "growth_interval": 7, "growth_factor": None}
-    with worker(kind, "float16", precision_shim=block) as one:
+    with worker("v1", "float16", precision_shim=block) as one:
         settings = scaler_of(one).settings
         assert (settings.init_scale, settings.growth_interval) == (4096.0, 7)
         assert (settings.growth_factor, settings.backoff_factor) == (2.0, 0.25)
@@ -205,10 +199,14 @@ def test_the_configs_block_wins_over_variables(kind, worker, shim, monkeypatch) 
 
 
 @pytest.mark.parametrize(
-    ("block", "says"),
+    ("kind", "block", "says"),
     [
-        ({"growth_interval": 0}, r"precision_shim\.growth_interval: .*whole number >= 1"),
-        ({"init_scale": 1.0}, "precision_shim: unknown key 'init_scale'; allowed: loss_scale_init"),
+        ("v1", {"growth_interval": 0}, r"precision_shim\.growth_interval: .*whole number >= 1"),
+        (
+            KINDS[-1],
+            {"init_scale": 1.0},
+            "precision_shim: unknown key 'init_scale'; allowed: loss_",
+        ),
     ],
 )
 def test_a_block_that_makes_no_sense_is_an_error(kind, worker, shim, block, says) -> None:
@@ -218,30 +216,30 @@ def test_a_block_that_makes_no_sense_is_an_error(kind, worker, shim, block, says
         pass
 
 
-def test_a_step_without_an_unscaling_before_it_is_refused(kind, worker, shim, monkeypatch) -> None:
+def test_a_step_without_an_unscaling_before_it_is_refused(worker, shim, monkeypatch) -> None:
     from precision_shim_adapters.torch_fp16 import ScaledTraining
 
     shim()
-    with worker(kind, "float16") as one:
+    with worker("v2", "float16") as one:
         monkeypatch.setattr(ScaledTraining, "before_clipping", lambda self: None)
         with pytest.raises(SeamError, match="takes their norm elsewhere"):
-            one.train(batch(), loss_for(kind))
+            one.train(batch(), nll_loss())
 
 
-def test_a_worker_in_a_process_without_the_shim_says_so(kind, worker, shim) -> None:
+def test_a_worker_in_a_process_without_the_shim_says_so(worker, shim) -> None:
     from precision_shim_adapters.nemo_rl.training.dtensor import redecorate
 
     from .support import actor_class, plain
 
-    with worker(kind, "float16"):
+    with worker("v2", "float16"):
         pass
-    exported = redecorate(actor_class(kind))
+    exported = redecorate(actor_class("v2"))
     made = exported.__ray_metadata__.modified_class.__ray_actor_class__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.nemo_rl.support.plain", lambda kind: made, raising=True)
         with (
             pytest.warns(PrecisionShimWarning, match="trains without loss scaling"),
-            worker(kind, "float16") as one,
+            worker("v2", "float16") as one,
         ):
-            assert figures(one.train(batch(), loss_for(kind))) == (None, None)
-    assert plain(kind) is not made
+            assert figures(one.train(batch(), nll_loss())) == (None, None)
+    assert plain("v2") is not made

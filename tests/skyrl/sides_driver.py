@@ -7,6 +7,7 @@ dtypes with which the engines and the reference model would start.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from typing import Any
@@ -18,6 +19,7 @@ from skyrl.train.entrypoints import main_base
 import precision_shim
 from tests.every_framework.both_sides import PAIRS
 from tests.every_framework.shim_warnings import ours
+from tests.processes.forks import WORKER_PYTHON
 from tests.skyrl.test_both_sides import KEY, on_fsdp
 from tests.skyrl.vllm_names import engine_dtype, put_in_place
 
@@ -71,6 +73,7 @@ def main() -> None:
     def init(**options: Any) -> Any:
         folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
         where = {"address": "local", "num_cpus": 2, "include_dashboard": False, "_temp_dir": folder}
+        options.setdefault("runtime_env", {})["py_executable"] = os.environ[WORKER_PYTHON]
         return own(**{**options, **where, "log_to_driver": False})
 
     ray.init = init

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,12 +77,6 @@ class TestUpstream(contract.Upstream):
 
 
 URL = "https://github.com/NovaSky-AI/SkyRL"
-COERCION = (
-    # The pull request's end-to-end tests, at a commit before they were narrowed for the merge.
-    "b580133089a7d80818bcae31dd5fe8cfef6c83d2",
-    "tests/backends/skyrl_train/distributed/test_optimizer_dtype_coercion.py",
-    "TestInitMegatronOptimConfigDtypeCoercion",
-)
 TAG = f"refs/tags/skyrl-v{SKYRL}"
 BEFORE = {Version("0.4.0"): "a9564572eb8e91076be43c1bd5e4615e3de17265"}
 """A commit before a release, for mirrors that lack the tag. A few tests of that commit need names
@@ -118,56 +111,21 @@ class TestUpstreamsOwn(contract.UpstreamsOwn):
 
     driver = DRIVER
 
-    @pytest.fixture(scope="class")
-    def fetched(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-        """Download the tests of SkyRL's repository at the first available commit."""
-
-        def get(*commits: str) -> Path:
-            folder = fetch(tmp_path_factory.mktemp("skyrl"), URL, commits, "tests")
-            for conftest in folder.rglob("conftest.py"):
-                conftest.unlink()
-            return folder
-
-        return get
-
     @pytest.fixture
-    def own_in(self, ranks: Ranks) -> Callable[..., Own]:
-        def tests(folder: Path, files: tuple[str, ...]) -> Own:
-            return Own(
-                "skyrl",
-                folder,
-                files,
-                least=lambda count: 30,
-                start=in_a_fork_of(ranks),
-                environment={"PYTHONPATH": python_path(folder), "RAY_ADDRESS": "local"},
-                prelude=PRELUDE,
-                markers=("megatron", "vllm", "integrations"),
-            )
-
-        return tests
-
-    @pytest.fixture
-    def own(self, own_in: Callable[..., Own], fetched: Callable[..., Path]) -> Own:
+    def own(self, ranks: Ranks, tmp_path: Path) -> Own:
         before = [commit for version, commit in BEFORE.items() if version == SKYRL]
-        return own_in(fetched(TAG, *before), FILES)
-
-    def test_coercion_end_to_end(
-        self, own_in: Callable[..., Own], fetched: Callable[..., Path], tmp_path: Path
-    ) -> None:
-        commit, path, name = COERCION
-        whole = (fetched(commit) / path).read_text(encoding="utf-8")
-        (theirs,) = [
-            node
-            for node in ast.parse(whole).body
-            if isinstance(node, ast.ClassDef) and node.name == name
-        ]
-        text = f"import pytest\nimport torch\n\n\n{ast.get_source_segment(whole, theirs)}\n"
-        (tmp_path / "test_theirs.py").write_text(text)
-        own = own_in(tmp_path, ("test_theirs.py",))
-        on = own.run(on=True)
-        assert (on.passed, len(on.outcomes)) == (4, 4), on.said
-        off = own.run(on=False)
-        if Version("0.3") > SKYRL:
-            assert off.passed <= 2, off.said
-        else:
-            assert (off.passed, len(off.outcomes)) == (4, 4), off.said
+        folder = tmp_path / "skyrl"
+        folder.mkdir()
+        fetch(folder, URL, (TAG, *before), "tests")
+        for conftest in folder.rglob("conftest.py"):
+            conftest.unlink()
+        return Own(
+            "skyrl",
+            folder,
+            FILES,
+            least=lambda count: 30,
+            start=in_a_fork_of(ranks),
+            environment={"PYTHONPATH": python_path(folder), "RAY_ADDRESS": "local"},
+            prelude=PRELUDE,
+            markers=("megatron", "vllm", "integrations"),
+        )

@@ -13,7 +13,7 @@ import torch
 from precision_shim.auditing import sent_weights
 
 from ..processes.commands import command
-from .support import batch, build, fsdp_worker, train_config, weights_sent
+from .support import batch, build, equal_streams, fsdp_worker, train_config, weights_sent
 from .test_both_sides import received, since_0_4, vllm  # noqa: F401
 
 pytestmark = pytest.mark.slow
@@ -77,6 +77,8 @@ def test_megatrons_weights(
         for chunk in worker.actor_module:
             for one in chunk.parameters():
                 one.add_(torch.randn_like(one) * 1e-3)
+    exported = worker.bridge.export_hf_weights(worker.actor_module, show_progress=False)
+    expected = {name: one.detach().clone().half() for name, one in exported}
     try:
         from skyrl.backends.skyrl_train.weight_sync.sources import MegatronWeightSource
     except ImportError:
@@ -91,13 +93,16 @@ def test_megatrons_weights(
             bucket_size_threshold_GB=1.0,
             training_dtype=torch.float32,
         )
-        chunks = list(extractor.extract_weights(torch.float16))
-        sent = [tensor for chunk in chunks for tensor in chunk.tensors]
+        sent = {
+            name: tensor
+            for chunk in extractor.extract_weights(torch.float16)
+            for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
+        }
     else:
-        stream = MegatronWeightSource(worker.bridge, worker.actor_module, torch.float16)
-        sent = [tensor for _, tensor in stream]
+        sent = dict(MegatronWeightSource(worker.bridge, worker.actor_module, torch.float16))
+    assert equal_streams(sent, expected)
     half = written(tmp_path)
-    assert half.sent["weights"].dtypes == {"fp16": sum(one.numel() for one in sent)}
+    assert half.sent["weights"].dtypes == {"fp16": sum(one.numel() for one in sent.values())}
     assert half.own["weights"].dtypes.keys() == {"fp32"}
     assert (half.own["weights"].exact or 0) < (half.sent["weights"].exact or 1) < 0.9
 

@@ -40,8 +40,7 @@ def planned(*words: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.usefixtures("engines")
-@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
-@pytest.mark.parametrize("reference", [True, False])
+@pytest.mark.parametrize(("strategy", "reference"), [("fsdp", False), ("megatron", True)])
 def test_the_driver_writes_all_keys(
     shim: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -158,8 +157,9 @@ def watch(layer: Any, dtype: torch.dtype) -> list[tuple[str, bool]]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head", ["fp32", "as-configured"])
+@pytest.mark.parametrize(
+    ("head", "dtype"), [("fp32", "float16"), ("fp32", "bfloat16"), ("as-configured", "bfloat16")]
+)
 @pytest.mark.usefixtures("cpu")
 def test_an_fsdp_workers_head(
     shim: Any, checkpoints: dict[str, Path], head: str, dtype: str
@@ -175,15 +175,12 @@ def test_an_fsdp_workers_head(
     assert set(seen) == {expected}
 
 
-@pytest.mark.parametrize("head", ["fp32", "as-configured"])
-def test_a_megatron_workers_head(
-    shim: Any, fused_adam: str, checkpoints: dict[str, Path], head: str
-) -> None:
-    shim(settings={"head": head}, export=False)
+def test_a_megatron_workers_head(shim: Any, fused_adam: str, checkpoints: dict[str, Path]) -> None:
+    shim(settings=HEAD, export=False)
     words = on_megatron(checkpoints["bfloat16"], "bf16")
     key = "trainer.policy.megatron_config.model_config_kwargs"
-    mark = [f"{key}={{model_config: {{head_dtype: float32}}}}"] * (head == "fp32")
-    worker = build(checkpoints["bfloat16"], *words, *mark)
+    mark = f"{key}={{model_config: {{head_dtype: float32}}}}"
+    worker = build(checkpoints["bfloat16"], *words, mark)
     (layer,) = [
         part
         for name, part in worker.actor_module[0].named_modules()
@@ -193,5 +190,4 @@ def test_a_megatron_workers_head(
     for step in range(2):
         worker.forward_backward(batch(step))
         worker.optim_step()
-    expected = ("torch.float32", True) if head == "fp32" else ("torch.bfloat16", False)
-    assert set(seen) == {expected}
+    assert set(seen) == {("torch.float32", True)}

@@ -148,28 +148,29 @@ def test_the_reference_model_follows_the_flag_too(
 
 
 @pytest.mark.parametrize(
-    ("release", "override", "named"),
+    ("dtype", "release", "override", "named"),
     [
-        ("2.10.0", "trainer.use_sample_packing=true", "need TransformerEngine 2.11"),
-        ("2.11.0", "trainer.use_sample_packing=true", None),
-        ("2.10.0", "trainer.use_sample_packing=false", None),
+        (FP32, "2.10.0", "trainer.use_sample_packing=true", "need TransformerEngine 2.11"),
+        (FP32, "2.11.0", "trainer.use_sample_packing=true", None),
+        (FP32, "2.10.0", "trainer.use_sample_packing=false", None),
         (
+            FP32,
             "2.11.0",
             "trainer.policy.megatron_config.context_parallel_size=2",
             "context_parallel_size above 1",
         ),
+        (BF16, "2.10.0", "trainer.use_sample_packing=true", None),
     ],
 )
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=NAMES.get)
 def test_attention_that_an_fp32_model_has_not(
     cpu: None,
     shim: Any,
     checkpoints: dict[str, Path],
     recwarn: pytest.WarningsRecorder,
+    dtype: torch.dtype,
     release: str,
     override: str,
     named: str | None,
-    dtype: torch.dtype,
 ) -> None:
     """TransformerEngine's flash and fused attention need 16 bits; unfused attention has limits."""
     from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
@@ -189,7 +190,7 @@ def test_attention_that_an_fp32_model_has_not(
             bf16=worker.cfg.bf16,
         )
     said = [str(one.message) for one in recwarn if "attention" in str(one.message)]
-    assert len(said) == (named is not None and dtype is FP32)
+    assert len(said) == (named is not None)
     assert all(str(named) in text and "the model is fp32" in text for text in said)
 
 
@@ -272,19 +273,17 @@ def test_callers_kwargs_win(make: Any, shim: Any) -> None:
 # -- the bucket ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("travelled", [False, True], ids=["built here", "pickled"])
 @pytest.mark.parametrize(
     ("written", "expected"), [(None, BF16), ("true", FP32), ("false", BF16)], ids=str
 )
 def test_bucket_by_what_was_written(
-    make: Any, shim: Any, written: str | None, expected: torch.dtype, travelled: bool
+    make: Any, shim: Any, written: str | None, expected: torch.dtype
 ) -> None:
     """A written True counts as the user's, although it equals the default, even after pickling."""
     shim()
     overrides = [] if written is None else [f"{BUCKET}={written}"]
     config = train_config("trainer.strategy=megatron", *OPT_IN, *overrides)
-    if travelled:
-        config = copy.deepcopy(pickle.loads(cloudpickle.dumps(config)))
+    config = copy.deepcopy(pickle.loads(cloudpickle.dumps(config)))
     if written == "true":
         with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
             worker = make(BF16, config=config)
@@ -321,9 +320,3 @@ def test_overrides_in_the_old_style(
     assert written_kwargs(megatron) == ({name} if written else set())
     assert ("grad_reduce_in_fp32" in vars(megatron.ddp_config)) == written
     assert megatron.ddp_config.grad_reduce_in_fp32 is True
-
-
-# -- dtype names -----------------------------------------------------------------------------
-
-
-# -- in and out ------------------------------------------------------------------------------

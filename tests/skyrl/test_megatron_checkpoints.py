@@ -54,10 +54,10 @@ def go_on(
         folder = str(tmp_path / f"{first_on}-{second_on}")
         turn(first_on, states_by)
         first = build(checkpoints["bfloat16"], BETA, *overrides)
-        train(first, range(3))
+        train(first, range(2))
         first.save_checkpoint(folder)
         saved = states(first)
-        straight = train(first, range(3, 6))
+        straight = train(first, range(2, 4))
         turn(second_on, states_by)
         second = build(checkpoints["bfloat16"], BETA, *overrides)
         declared_states = ask(folder, "skyrl", {PRECISION_AWARE: True} if OWN in overrides else {})
@@ -69,7 +69,7 @@ def go_on(
                 return type(error).__name__
             if not same(saved, states(second)):
                 return "other weights"
-            return "exact" if train(second, range(3, 6)) == straight else "exact until it trains"
+            return "exact" if train(second, range(2, 4)) == straight else "exact until it trains"
 
         done = load()
         assert declared_states.outcome.verdict == told_by(done), declared_states.outcome
@@ -96,29 +96,21 @@ def test_remainders_that_the_shim_made_are_written_as_whole_masters(go_on: Any) 
 
 
 @pytest.mark.parametrize("own", [(), (OWN, f"{KWARGS}.store_param_remainders=false")])
-@pytest.mark.parametrize("on", [False, True])
 def test_weights_that_are_loaded_alone(
-    fused_adam: str,
-    checkpoints: dict[str, Path],
-    shim: Any,
-    tmp_path: Path,
-    on: bool,
-    own: tuple[str, ...],
+    fused_adam: str, checkpoints: dict[str, Path], shim: Any, tmp_path: Path, own: tuple[str, ...]
 ) -> None:
     """Without the shim the next step restores the old weights (SkyRL's pull request 2149)."""
-    precision_shim.uninstall()
-    if on:
-        shim(settings={"optimizer_states": "as-configured"})
+    shim(settings={"optimizer_states": "as-configured"})
 
     def weights(worker: Any) -> list[torch.Tensor]:
         return [p.detach().clone() for chunk in worker.actor_module for p in chunk.parameters()]
 
     first = build(checkpoints["bfloat16"], BETA, *own)
-    train(first, range(3))
+    train(first, range(2))
     first.save_checkpoint(str(tmp_path / "saved"))
     saved = weights(first)
     second = build(checkpoints["bfloat16"], BETA, *own)
-    train(second, range(7, 9))
+    train(second, range(7, 8))
     second.load_checkpoint(
         str(tmp_path / "saved"), load_optimizer_states=False, load_lr_scheduler_states=False
     )
@@ -127,4 +119,4 @@ def test_weights_that_are_loaded_alone(
         group["lr"] = group["weight_decay"] = 0.0
     second.forward_backward(batch(9))
     second.optim_step()
-    assert same(saved, weights(second)) == on
+    assert same(saved, weights(second))

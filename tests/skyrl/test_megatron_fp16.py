@@ -107,16 +107,14 @@ def test_settings_reach_megatrons_scaler(make: Any, shim: Any) -> None:
 @pytest.mark.skipif(
     Version("0.4") <= SKYRL, reason="0.4 has no MegatronWeightExtractor and no table of sizes"
 )
-@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
-def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
+def test_sizes_of_fp16_weights(make: Any, shim: Any) -> None:
     """Weights are sent to the engines in buckets by size; SkyRL's table of sizes lacks fp16.
 
     SkyRL reads its table of sizes only if the training dtype is fp32 (``trainer.bf16=false``).
     """
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronWeightExtractor
 
-    if on:
-        shim()
+    shim()
     worker = make()
     extractor = MegatronWeightExtractor(
         bridge=worker.bridge,
@@ -125,10 +123,6 @@ def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
         bucket_size_threshold_GB=1.0,
         training_dtype=torch.float32,
     )
-    if not on:
-        with pytest.raises(KeyError, match="float16"):
-            extractor._init_param_buckets()
-        return
     extractor._init_param_buckets()
     tasks = worker.bridge.get_conversion_tasks(worker.actor_module)
     assert extractor.bridge is worker.bridge
@@ -216,14 +210,12 @@ def test_the_tinker_servers_answer_has_no_nan(make: Any, shim: Any, answer: Any)
     assert found == RATE
 
 
-@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
 @pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
 def test_the_tinker_servers_answer_without_a_scaler(
-    fused_adam: str, checkpoints: Any, shim: Any, answer: Any, strategy: str, on: bool
+    fused_adam: str, checkpoints: Any, shim: Any, answer: Any, strategy: str
 ) -> None:
     """Broken gradients of a bf16 model do not count as a skipped step: SkyRL fails on them."""
-    if on:
-        shim()
+    shim()
     if strategy == "megatron":
         worker = build(checkpoints["bfloat16"])
     else:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import precision_shim
 from precision_shim.precision.dtypes import name_of
+from precision_shim_adapters.skyrl.training import megatron
 
 from ..every_framework.newest import on_the_newest
 from ..plan import verdicts
-from ..plan.verdicts import SEEDS, Drawn, Key, Verdict, agree, by_worker, draw, of_audit, of_plan
+from ..plan.verdicts import Drawn, Key, Verdict, agree, by_worker, draw, of_audit, of_plan
 from .support import build, fsdp_worker, scaler_of
 
 pytestmark = [on_the_newest("skyrl"), pytest.mark.slow]
@@ -77,20 +80,18 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     return verdicts.on_megatron(worker.actor_module, worker.optimizer)
 
 
-@pytest.mark.parametrize(("seed", "count"), SEEDS)
-def test_on_fsdp(cpu: None, checkpoints: dict[str, Path], seed: int, count: int) -> None:
+def test_on_fsdp(cpu: None, checkpoints: dict[str, Path]) -> None:
     model = checkpoints["float32"]
-    agree(draw(FSDP, seed, count), plan_of("fsdp"), lambda one: on_fsdp(one, model))
+    agree(draw(FSDP, 2, 20), plan_of("fsdp"), lambda one: on_fsdp(one, model))
 
 
-@pytest.mark.parametrize(("seed", "count"), SEEDS)
-def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path], seed: int, count: int) -> None:
-    hold_on_megatron(draw(MEGATRON, seed, count), fused_adam, checkpoints["bfloat16"])
+def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path]) -> None:
+    hold_on_megatron(draw(MEGATRON, 2, 20), fused_adam, checkpoints["bfloat16"])
 
 
-def hold_on_megatron(drawn: Sequence[Drawn], version: str, model: Path) -> None:
+def hold_on_megatron(drawn: Sequence[Drawn], version: str, model: Path, **how: Any) -> None:
     plan = plan_of("megatron", "--transformer-engine", version)
-    agree(drawn, plan, lambda one: on_megatron(one, model))
+    agree(drawn, plan, lambda one: on_megatron(one, model), **how)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +118,6 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
     "written",
     [
         {f"{_KWARGS}.adam_beta2": "abc"},
-        {f"{_KWARGS}.adam_beta2": "null"},
-        {f"{_KWARGS}.params_dtype": "fp32"},
         {f"{_KWARGS}.params_dtype": "null"},
         {f"{_KWARGS}.loss_scale": "abc"},
         {f"{_KWARGS}.exp_avg_dtype": "null"},
@@ -127,15 +126,11 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
         {f"{_KWARGS}.fp16": "true"},
         {f"{_KWARGS}.fp16": "true", "trainer.bf16": "false"},
         {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.initial_loss_scale": "512"},
-        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.initial_loss_scale": "abc"},
-        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.hysteresis": "null"},
         {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.loss_scale": "512"},
         {f"{_TRANSFORMER}.fp16": "true"},
         {f"{_TRANSFORMER}.fp16": "true", "trainer.bf16": "false"},
         {f"{_TRANSFORMER}.fp16": "true", f"{_TRANSFORMER}.bf16": "false"},
         {f"{_TRANSFORMER}.bf16": "true", "trainer.bf16": "false"},
-        {f"{_TRANSFORMER}.params_dtype": "bf16"},
-        {f"{_TRANSFORMER}.params_dtype": "fp32"},
         {f"{_TRANSFORMER}.params_dtype": "half"},
         {f"{_TRANSFORMER}.params_dtype": "fp32", "trainer.bf16": "false"},
         {f"{_TRANSFORMER}.params_dtype": "bf16", "trainer.bf16": "false"},
@@ -152,10 +147,8 @@ def test_numbers_and_flags_on_megatron(
 @pytest.mark.parametrize(
     "written",
     [
-        {f"{_KWARGS}.adam_beta2": "abc"},
         {f"{_KWARGS}.adam_beta2": "null"},
         {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.initial_loss_scale": "abc"},
-        {f"{_KWARGS}.fp16": "true", f"{_KWARGS}.loss_scale_window": "null"},
     ],
     ids=str,
 )
@@ -170,3 +163,39 @@ def test_the_worker_names_the_key_of_a_value_that_it_computes_with(
         "allowed; allowed: a number .+[.] Write one, without quotes, or leave it out.",
         worker.refused,
     ), worker
+
+
+_AWARE = {f"{_KWARGS}.use_precision_aware_optimizer": "true"}
+
+
+_OFF = {"features": "-dtype-coercion"}
+
+
+@pytest.mark.parametrize(
+    ("written", "out"),
+    [
+        ({**_AWARE, f"{_KWARGS}.exp_avg_dtype": "bf16"}, _OFF),
+        ({**_AWARE, f"{_KWARGS}.exp_avg_sq_dtype": " FP32"}, _OFF),
+        ({**_AWARE, f"{_KWARGS}.main_grads_dtype": "torch.bfloat16"}, {"frameworks": "verl"}),
+        ({f"{_KWARGS}.exp_avg_dtype": "torch.float32"}, _OFF),
+    ],
+    ids=str,
+)
+def test_names_where_they_are_not_coerced(
+    fused_adam: str,
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    written: dict[str, str],
+    out: dict[str, str],
+) -> None:
+    for name, value in out.items():
+        monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
+    hold_on_megatron([Drawn(written)], fused_adam, checkpoints["bfloat16"], **out)
+
+
+def test_the_names_that_skyrl_itself_takes() -> None:
+    theirs = importlib.import_module(f"{megatron.TRAIN}.distributed.megatron.optimizer_dtype")
+    assert megatron.coerces_itself()
+    assert set(theirs._DTYPE_NAME_TO_TORCH) == set(megatron._OWN_NAMES)
+    assert megatron.takes_name(" BF16")
+    assert not megatron.takes_name("torch.bfloat16")

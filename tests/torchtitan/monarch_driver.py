@@ -1,7 +1,7 @@
-"""A driver like torchtitan's controller: it starts a trainer in a process of Monarch's.
+"""A driver like torchtitan's controller: a trainer and a generator in processes of Monarch's.
 
-Prints the actor's results as one line of JSON. The actor's process runs ``prepare`` at the start,
-before it imports torchtitan.
+The trainer takes two steps, the second of which overflows, and sends its weights over TorchStore
+after each; the generator's own loop pulls them. Prints the actors' results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -15,35 +15,46 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Enter the CPU harness in the actor's process before torchtitan is imported."""
+    """Enter the CPU harness in an actor's process before torchtitan is imported."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     from tests.torchtitan import cpu
 
     cpu.enter()
 
 
-async def main(folder: str) -> dict[str, Any]:
+async def main(folder: str, trained: str, generated: str) -> dict[str, Any]:
     from monarch.actor import this_host
 
-    from tests.torchtitan import cpu
+    from . import cpu
 
     cpu.answer_for_gpus()
-    from tests.torchtitan.monarch_actor import Trainer
+    from .monarch_generator import Generator, Trainer
+    from .monarch_store import start
 
-    processes = this_host().spawn_procs(per_host={"gpus": 1}, bootstrap=prepare)
-    actor = processes.spawn("trainer", Trainer, cpu.policy_config(folder), folder)
+    host = this_host()
+    mesh = host.spawn_procs(per_host={"gpus": 1}, bootstrap=prepare, name="trainer")
+    trainer = mesh.spawn("trainer", Trainer, cpu.policy_config(folder, trained), folder, generated)
+    processes = host.spawn_procs(per_host={"gpus": 1}, bootstrap=prepare, name="generator")
+    settings = Generator.Config(model_dtype=generated)
+    settings.debug.enable_structured_logging = False
+    generator = processes.spawn("generator", Generator, settings, folder)
+    await start(mesh)
+
+    await generator.start_engine_loop.call()
     metrics = []
-    for step in range(3):
-        for part in range(2):
-            batch = [cpu.microbatch(10 * step + part, advantage=1e9 if step == 1 else 1.0)]
-            await actor.forward_backward.call(batch, 4 * cpu.LENGTH)
-        ((_, output),) = list((await actor.optim_step.call()).items())
+    for version in (1, 2):
+        batch = [cpu.microbatch(version, advantage=1e9 if version == 2 else 1.0)]
+        await trainer.forward_backward.call(batch, 4 * cpu.LENGTH)
+        ((_, output),) = list((await trainer.optim_step.call()).items())
         metrics.append({k: "nan" if math.isnan(v) else v for k, v in output.metrics.items()})
-    ((_, found),) = list((await actor.look.call()).items())
-    await processes.stop()
-    return {"metrics": metrics, **found}
+        await trainer.push_model_state_dict.call()
+        await generator.pull_model_state_dict.call(version)
+    ((_, sent),) = list((await trainer.look.call()).items())
+    ((_, found),) = list((await generator.look.call()).items())
+    await generator.close.call()
+    return {"metrics": metrics, **sent, **found}
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1]))), flush=True)
+    print(json.dumps(asyncio.run(main(*sys.argv[1:]))), flush=True)
     os._exit(0)  # Monarch's shutdown can be slow

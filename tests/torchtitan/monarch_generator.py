@@ -1,4 +1,4 @@
-"""The actors of ``monarch_sync_driver``: torchtitan's own trainer and generator, with reports.
+"""The actors of ``monarch_driver``: torchtitan's own trainer and generator, with reports.
 
 torchtitan's generator runs vLLM with attention kernels for CUDA. ``Engine`` stands in for vLLM's
 engine: it holds torchtitan's model in the dtype that the engine's arguments ask for. The actors'
@@ -69,9 +69,12 @@ class Trainer(trainers.PolicyTrainer):
 
     @endpoint
     async def look(self) -> dict[str, Any]:
-        """The trainer's fp32 weights, as lists of numbers."""
+        """The trainer's fp32 weights, as lists of numbers, and attention's dtypes."""
         weights = self.model.state_dict()
-        return {name: cpu.local(one).tolist() for name, one in weights.items()}
+        return {
+            "sent": {name: cpu.local(one).tolist() for name, one in weights.items()},
+            "attention": sorted(str(one) for one in cpu.SEEN),
+        }
 
 
 class Generator(generators.VLLMGenerator):

@@ -14,7 +14,7 @@ from ..processes.commands import command
 from . import cpu
 from .test_pages import importable  # noqa: F401
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 @pytest.fixture

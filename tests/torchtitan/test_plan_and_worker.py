@@ -11,7 +11,7 @@ import pytest
 import precision_shim
 from precision_shim.precision.dtypes import name_of
 
-from ..plan.verdicts import SEEDS, Drawn, Key, Verdict, agree, draw, of_audit, of_plan
+from ..plan.verdicts import Drawn, Key, Verdict, agree, draw, of_audit, of_plan
 
 pytestmark = pytest.mark.slow
 
@@ -69,11 +69,8 @@ def _computes(model: object) -> object:
     return policy.param_dtype or next(model.parameters()).dtype  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("seed", "count"), SEEDS)
-def test_on_fsdp(
-    torchtitan: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, count: int
-) -> None:
+def test_on_fsdp(torchtitan: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_tiny_job.py").write_text(MODULE.format(folder=str(tmp_path)))
     monkeypatch.syspath_prepend(tmp_path)
     words = ("torchrun", "--nproc-per-node=1", "-m", "torchtitan.train")
-    agree(draw(KEYS, seed, count), lambda one: of_plan([*words, *arguments(one)], one), on_fsdp)
+    agree(draw(KEYS, 2, 20), lambda one: of_plan([*words, *arguments(one)], one), on_fsdp)

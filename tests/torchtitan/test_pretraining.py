@@ -111,14 +111,13 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
     assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
+@pytest.mark.parametrize(("dtype", "chunks"), [("bfloat16", 2), ("float32", None)])
 def test_other_dtypes_are_left_alone(
     pretrainer: Any, shim: Any, dtype: str, chunks: int | None
 ) -> None:
     def run() -> tuple[list[dict[str, float]], dict[str, Any]]:
         trainer = pretrainer(dtype, chunks=chunks, parts=2)
-        return train(trainer, 3), cpu.values(trainer)
+        return train(trainer, 2), cpu.values(trainer)
 
     def told(found: list[dict[str, float]]) -> list[dict[str, float]]:
         same = ("loss", "grad_norm", "n_tokens", "lr")

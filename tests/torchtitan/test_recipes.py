@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ UNPLANNED = (
 )
 
 
+KEY = re.compile("precision|dtype|float|quant|converter|optimizer|lora", re.IGNORECASE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern", ["torchtitan/**/config_registry.py", "torchtitan_recipes/**/*.py"]
@@ -31,10 +35,11 @@ def test_recipes(pattern: str) -> None:
 
 
 def lines(pattern: str) -> Iterator[tuple[str, list[str]]]:
-    """The launch line of each config in the modules that can be imported here."""
+    """One launch line for each module that can be imported here, and set of keys on precision."""
     import torchtitan
 
     site = Path(torchtitan.__file__).parents[1]
+    seen: set[tuple[str, ...]] = set()
     for file in sorted(site.glob(pattern)):
         name = ".".join(file.relative_to(site).with_suffix("").parts)
         try:
@@ -43,7 +48,12 @@ def lines(pattern: str) -> Iterator[tuple[str, list[str]]]:
             continue
         for config, make in inspect.getmembers(module, inspect.isfunction):
             mine = make.__module__ == name and not config.startswith("_")
-            if mine and not inspect.signature(make).parameters:
+            if not mine or inspect.signature(make).parameters:
+                continue
+            source = inspect.getsource(make).splitlines()[1:]
+            keys = (name, *(one.strip() for one in source if KEY.search(one)))
+            if keys not in seen:
+                seen.add(keys)
                 words = ["-m", "torchtitan.train", "--module", name, "--config", config]
                 yield f"{name}:{config}", ["torchrun", *gpus(make), *words]
 

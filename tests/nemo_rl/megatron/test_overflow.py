@@ -73,20 +73,15 @@ def test_an_evaluation_steps_and_reports_nothing(worker: Make, shim: Any) -> Non
         assert float(made.optimizer.get_loss_scale()) == scale
 
 
-@pytest.mark.parametrize("target", ROLES)
-def test_variables_and_the_configs_block_reach_the_scaler(
-    worker: Make, shim: Any, target: str
-) -> None:
+def test_variables_and_the_configs_block_reach_the_scaler(worker: Make, shim: Any) -> None:
     shim(settings={"loss_scale_init": 64, "growth_interval": 7, "growth_factor": 3})
-    common = {"target": target, "optimizer": FP16}
-    with worker("float16", **common) as made:
+    with worker("float16", optimizer=FP16) as made:
         found = scaler(made)
         assert (found.scale.item(), found.growth_interval, found.growth_factor) == (64, 7, 3)
-    with worker("float16", **common, precision_shim={"growth_interval": 9}) as made:
+    with worker("float16", optimizer=FP16, precision_shim={"growth_interval": 9}) as made:
         found = scaler(made)
         assert (found.scale.item(), found.growth_interval) == (64, 9)
-    common["optimizer"] = {**FP16, "loss_scale_window": 11}
-    with worker("float16", **common) as made:
+    with worker("float16", optimizer={**FP16, "loss_scale_window": 11}) as made:
         assert scaler(made).growth_interval == 11, "the optimizer's own key is the user's"
 
 
