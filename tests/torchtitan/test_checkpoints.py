@@ -44,7 +44,10 @@ slow = pytest.mark.slow
 def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, overflows: list[int]) -> None:
     whole = one(ranks, case, tmp_path / "whole", first=0, last=4, overflows=overflows, save=True)
     one(ranks, case, tmp_path / "parts", first=0, last=2, overflows=overflows, save=True)
-    assert verdict(tmp_path / "parts" / "checkpoint", "torchtitan", on=True) == "exact"
+    saved = tmp_path / "parts" / "checkpoint"
+    for config, expected in ((None, "exact"), ("fp32", "exact"), ("bf16", "misread")):
+        of_job = {"params_dtype": config} if config else None
+        assert verdict(saved, "torchtitan", of_job, on=True) == expected
     resumed = one(ranks, case, tmp_path / "parts", first=2, last=4, load=True, save=True)
     same(resumed, whole)
     assert whole["scaler"][3] == len(overflows)
