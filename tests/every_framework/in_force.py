@@ -40,29 +40,32 @@ def refused(framework: str, feature: str, group: str) -> Iterator[None]:
         setattr(module, name, whole)
 
 
-def answers(framework: str, pair: Pair) -> dict[str, bool]:
+def answers(framework: str, pairs: Iterable[Pair]) -> list[dict[str, bool]]:
     """What worker, doctor, plan and checkpoint doctor answer if the shim is to be on."""
     precision_shim.install(export=False)
     try:
         settings = _session.current_settings()
-        worker = _session.in_force(framework, *pair)
+        in_worker = {pair: _session.in_force(framework, *pair) for pair in pairs}
     finally:
         precision_shim.uninstall()
     found, _ = _framework_status.predict_status(
         entries()[framework], settings, _versions.version_of
     )
-    doctor = found.state != "off" and not any(
-        one.state == "refused" and not one.refusal
+    broken = {
+        (one.feature, one.group)
         for one in found.seams
-        if (one.feature, one.group) == pair
-    )
-    job = Job(framework, "", None, (), (), {}, settings)
-    return {
-        "worker": worker,
-        "doctor": doctor,
-        "plan": job.in_force(*pair),
-        "checkpoint": Here(True, settings).in_force(framework, *pair),
+        if one.state == "refused" and not one.refusal
     }
+    job, here = Job(framework, "", None, (), (), {}, settings), Here(True, settings)
+    return [
+        {
+            "worker": worker,
+            "doctor": found.state != "off" and pair not in broken,
+            "plan": job.in_force(*pair),
+            "checkpoint": here.in_force(framework, *pair),
+        }
+        for pair, worker in in_worker.items()
+    ]
 
 
 def disagreements(framework: str) -> list[Any]:
@@ -77,9 +80,9 @@ def disagreements(framework: str) -> list[Any]:
         warnings.simplefilter("ignore")
         for pair in pairs:
             with refused(framework, *pair):
-                told = {one: answers(framework, one) for one in (pair, pairs[0], pairs[-1])}
-            seen |= {one["worker"] for one in told.values()}
-            found += [(pair, one, said) for one, said in told.items() if len({*said.values()}) > 1]
+                told = answers(framework, (pair, pairs[0], pairs[-1]))
+            seen |= {said["worker"] for said in told}
+            found += [(pair, said) for said in told if len({*said.values()}) > 1]
     assert seen == {True, False}
     return found
 

@@ -635,7 +635,7 @@ def prepare() -> None:
     """Import verl in the server."""
     support.prepare()
     look_ahead("verl")
-    for name in ("fsdp_saves", "head_ranks"):  # both add cases to this module
+    for name in ("fsdp_saves", "head_ranks", "verdict_ranks"):  # they add cases to this module
         importlib.import_module(f"tests.verl.{name}")
 
 

@@ -39,15 +39,11 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     from tests.verl import ray_workers
     from tests.verl.support import batch
 
-    # In one training Ray itself starts the workers. In all other trainings workers are forks of a
-    # process with most of the imports.
-    own = backends == "fsdp" and "PRECISION_SHIM" in os.environ
-    python = sys.executable if own else os.environ[WORKER_PYTHON]
     start(
         2 * RANKS,  # the first group's CPUs stay reserved
         runtime_env={
             "worker_process_setup_hook": "tests.verl.ray_workers.setup",
-            "py_executable": python,
+            "py_executable": os.environ[WORKER_PYTHON],
             "env_vars": {ray_workers.BACKEND: backends},
         },
     )

@@ -21,6 +21,7 @@ from ..every_framework.checkpoint_doctor import verdict
 from ..every_framework.in_force import refused
 from ..every_framework.requested_configs import Case
 from ..every_framework.upstreams_own import Own, fetch
+from ..processes.rank_server import Ranks
 from ..unit.checkpoints.written import of_ranks, scaler
 from .conftest import VERL
 from .support import engine, optim_config
@@ -46,6 +47,10 @@ class TestRelease(contract.Release):
 @in_force
 class TestWorker(contract.Worker):
     driver = DRIVER
+
+    @pytest.fixture
+    def server(self, ray_drivers: Ranks) -> Ranks:
+        return ray_drivers
 
 
 @in_force

@@ -58,12 +58,3 @@ def test_workers_train_skip_save_and_resume(
     ]
     for audit in (json.loads(one.read_text()) for one in files):
         assert (audit["world_size"], audit["ok"], audit["complete"]) == (2, True, True)
-
-
-@pytest.mark.timeout(1000)
-def test_without_the_variable_nothing_is_there(
-    ray_drivers: Ranks, checkpoint: Path, tmp_path: Path
-) -> None:
-    found = drive(ray_drivers, DRIVER, "fsdp", checkpoint, tmp_path, timeout=900)["fsdp"]
-    assert not any(one["shim"] for one in found["start"])
-    assert not {"loss_scale", "skipped_steps"} & set(found["steps"][1])
