@@ -88,7 +88,6 @@ def hold(
         pytest.skip("0.7.1's FSDP engine has no scaler; its own tests have it")
     end = end_of(pair, launch, folder)
     # record_property does the same, but warns of the report's format.
-    node.user_properties.append(("end", f"{pair.backend}: {end.kind}"))
     node.user_properties.append(("pair", f"{end.kind}: {pair}\n    {end.why}"))
     if end.kind == "wrong" or wanted not in ("", end.kind):
         pytest.fail(f'{end.kind}: {end.why}\nTo run it again: --pair "{pair}"', pytrace=False)

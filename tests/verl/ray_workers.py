@@ -10,10 +10,8 @@ import os
 from typing import Any
 
 BACKEND = "VERL_TEST_BACKEND"
-"""The variable with a worker's backend.
-
-The value is ``fsdp``, ``megatron``, or names of ``engine_support.MODULES`` with commas between.
-"""
+"""The variable with a worker's backends: ``fsdp``, ``megatron``, or names of
+``engine_support.MODULES``, with commas between."""
 
 _open = contextlib.ExitStack()
 """Contexts that stay open until the worker ends."""
@@ -25,13 +23,14 @@ def setup() -> None:
 
     own = dist.init_process_group
     dist.init_process_group = lambda *args, **kwargs: own(*args, **{**kwargs, "backend": "gloo"})
-    if os.environ[BACKEND] == "fsdp":
+    names = os.environ[BACKEND].split(",")
+    if "fsdp" in names:
         from . import fsdp_support
 
         fsdp_support.prepare()
-    elif os.environ[BACKEND] == "megatron":
+    if "megatron" in names:
         _prepare_megatron()
-    else:
+    if "automodel" in names:
         from . import engine_support
 
         engine_support.prepare()
