@@ -97,5 +97,5 @@ def test_on_fsdp(fsdp_ranks: Ranks) -> None:
     (found,) = fsdp_ranks("verdicts", world=1, drawn=[asdict(one) for one in drawn])
     workers = [Verdict(**one) for one in found]
     assert len(hold(drawn, plan_of(*ON_FSDP), workers)) > 1
-    assert "model_dtype=fp16" in workers[0].refused
+    assert "model_dtype=fp16" in plan_of(*ON_FSDP)(drawn[0]).refused
     assert [bool(one.refused) for one in workers[:4]] == [True, False, False, False]
