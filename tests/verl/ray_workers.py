@@ -140,7 +140,7 @@ def weighted_loss(*args: Any, **kwargs: Any) -> Any:
 
 
 def report(worker: Any, backend: str) -> dict[str, Any]:
-    """The state of a backend's worker; runs in its actor, which may have several workers."""
+    """The state of a backend's worker; runs in its actor, which has a worker for each backend."""
     import hashlib
     import sys
 
@@ -148,7 +148,7 @@ def report(worker: Any, backend: str) -> dict[str, Any]:
 
     from ..processes.loaded_tools import loaded_tools
 
-    engine = getattr(worker, "worker_dict", {}).get(backend, worker).engine
+    engine = worker.worker_dict[backend].engine
     chunks = engine.module if isinstance(engine.module, list) else [engine.module]
     digest = hashlib.sha256()
     for chunk in chunks:
