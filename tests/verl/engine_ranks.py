@@ -138,7 +138,7 @@ def equal(job: Job, name: str, **fields: Any) -> dict[str, Any]:
     one = engine(name, job.model, **fields)
     found = _eight(one, range(8), OVERFLOWS)
     kinds = sorted({type(module).__name__ for part in parts(one) for module in part.modules()})
-    return {**found, "hand": hand, "kinds": kinds}
+    return {**found, "hand": hand, "lost": meters.metrics(one.optimizer), "kinds": kinds}
 
 
 def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
@@ -148,7 +148,6 @@ def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
         "said": said,
         "state": state(one),
         "metrics": metrics.of_engine(one),
-        "lost": meters.metrics(one.optimizer),
         "decisions": _decided(),
         "audits": [audit.to_dict() for audit in precision_shim.status().audit],
     }
@@ -272,7 +271,7 @@ def _path(job: Job, step: int) -> str:
 @case
 def saved(job: Job, name: str, at: int, overflows: list[int], **fields: Any) -> dict[str, Any]:
     """Train eight steps, with a save; torchtitan allows one two-rank trainer per process."""
-    install(watch_updates=1)
+    install()
     one = engine(name, job.model, **fields)
     said = train(one, range(at), overflows)
     before = state(one)

@@ -33,6 +33,7 @@ SHOWN = {
     "fsdp_turbo": "FSDPTurboEngine",
 }
 """The first part of the engines' class names."""
+needs_turbo = pytest.mark.skipif("fsdp_turbo" not in ENGINES, reason="verl has it from 0.9.1")
 needs_titan = pytest.mark.skipif(
     "torchtitan" not in ENGINES, reason="no torchtitan is released that this verl's engine takes"
 )
@@ -52,26 +53,30 @@ def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
     assert one["metrics"]["skipped_steps"] == 2.0
     assert sum("loss scaling from 4096" in line for line in one["decisions"]) == 1
     assert [audit["problems"] for audit in one["audits"]] == [[]]
-    assert one["lost"].keys() >= {"updates_lost"}  # the meter ran, and changed no step
 
 
-def test_a_container_of_optimizers_equals_a_loop_by_hand(engine_ranks: Ranks) -> None:
-    """VeOmni's own container has Muon and AdamW, and on GPUs also an optimizer for experts."""
-    (one,) = engine_ranks("equal", world=1, name="veomni", optimizer="muon")
-    same(one, one["hand"])
-
-
-@pytest.mark.parametrize("name", ["veomni", "automodel"])
-def test_a_mixture_of_experts_equals_a_loop_by_hand(
-    engine_ranks: Ranks, name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        pytest.param("veomni", {"optimizer": "muon"}, id="a container of Muon and AdamW"),
+        pytest.param("veomni", {"experts": True}, id="VeOmni's own experts"),
+        pytest.param("automodel", {"experts": True}, id="experts of transformers"),
+        pytest.param("torchtitan", {}, marks=needs_titan),
+        pytest.param("fsdp_turbo", {}, marks=needs_turbo),
+    ],
+)
+def test_one_rank_equals_a_loop_by_hand(
+    engine_ranks: Ranks, tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:
-    """VeOmni runs its own experts; Automodel runs transformers' experts if ep_size is 1."""
     from .engine_support import make_model
 
-    model = make_model(tmp_path, experts=True)
-    (one,) = engine_ranks("equal", world=1, name=name, model=str(model))
+    given = dict(fields)
+    if given.pop("experts", False):
+        given["model"] = str(make_model(tmp_path, experts=True))
+    (one,) = engine_ranks("equal", world=1, name=name, **given)
     same(one, one["hand"])
-    assert "Qwen3MoeExperts" in one["kinds"]
+    assert one["lost"].keys() >= {"updates_lost"}  # the meter ran, and changed no step
+    assert ("Qwen3MoeExperts" in one["kinds"]) == ("model" in given)
 
 
 @pytest.mark.parametrize("name", ENGINES)

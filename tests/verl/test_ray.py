@@ -44,6 +44,7 @@ def test_workers_train_skip_save_and_resume(
         PRECISION_SHIM_AUDIT_DIR=str(audits),
         PRECISION_SHIM_LOSS_SCALE_INIT="1024",
     )
+    assert found.keys() == scales.keys()
     for backend, one in found.items():
         trained_skipped_and_resumed(one, scales[backend])
     megatron = found["megatron"]  # Megatron saves the scaler's state, but no skip counts
