@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> End:
 
 
 def _end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path, found: Results) -> End:
-    plain = _Lazily(lambda: run(pair.unpatched(), launch, folder / "unpatched"))
+    plain = cache(lambda: run(pair.unpatched(), launch, folder / "unpatched"))
     failed = [one for one in found[-1] if one["error"]]
     if failed:
         return _of_error(pair, failed, len(found), plain)
@@ -100,19 +101,7 @@ def _end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path, found: Res
     return min(ends, key=lambda one: order.index(one.kind))
 
 
-class _Lazily:
-    """Returns the results of the unpatched jobs, which run at the first call."""
-
-    def __init__(self, make: Callable[[], Results]) -> None:
-        self._make, self._made = make, None
-
-    def __call__(self) -> Results:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-
-def _of_error(pair: Pair, failed: Sequence[Any], jobs: int, plain: _Lazily) -> End:
+def _of_error(pair: Pair, failed: Sequence[Any], jobs: int, plain: Callable[[], Results]) -> End:
     kind, text, ours = next((one["error"] for one in failed if one["error"][2]), failed[0]["error"])
     what = f"job {jobs}, {failed[0]['phase']}: {kind}: {text[:400]}"
     if ours:
@@ -134,7 +123,9 @@ def _error(ranks: Sequence[Mapping[str, Any]]) -> str:
     return next((one["error"][0] for one in ranks if one["error"]), "")
 
 
-def _of_rank(pair: Pair, found: Results, rank: int, folder: Path, plain: _Lazily) -> End:
+def _of_rank(
+    pair: Pair, found: Results, rank: int, folder: Path, plain: Callable[[], Results]
+) -> End:
     last = found[-1][rank]
     saved = [
         json.loads((folder / f"saved-{number}-{rank}.json").read_text())
