@@ -45,20 +45,42 @@ def prepare() -> None:
     look_ahead("verl")
 
 
-def engine(name: str, model: str, dtype: str = "float16", **fields: Any) -> Any:
+def engine(
+    name: str, model: str, dtype: str = "float16", *, auxiliary: bool = False, **fields: Any
+) -> Any:
     """A real, initialized engine of the installed verl.
 
     Args:
         name: a key of ``MODULES``.
         model: folder of the checkpoint.
         dtype: the dtype in which the engine computes matrix products.
+        auxiliary: whether Automodel's model has an auxiliary loss, as a mixture of experts has.
         fields: see ``configs``.
     """
     torch.manual_seed(11)
     made = configs(name, model, dist.get_world_size(), dtype, **fields)
     one = getattr(importlib.import_module(MODULES[name]), KINDS[name])(**made)
     one.initialize()
+    if auxiliary:
+        _add_auxiliary_loss(one)
     return one
+
+
+def _add_auxiliary_loss(one: Any) -> None:
+    """Add an auxiliary loss to a model, as the router of Automodel's experts does.
+
+    verl uses Automodel's own experts only with expert parallelism, so this function adds the loss
+    to MLP layers, by Automodel's own function.
+    """
+    from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        return MoEAuxLossAutoScaler.apply(output, 1e-2 * output.float().square().mean())
+
+    for layer in one.module.model.layers:
+        layer.mlp.register_forward_hook(hook)
+    # With ep_size 2 verl sets the scale of the experts' auxiliary losses.
+    object.__setattr__(one.engine_config, "ep_size", 2)
 
 
 def batch(one: Any, step: int) -> Any:

@@ -79,6 +79,14 @@ def test_one_rank_equals_a_loop_by_hand(
     assert ("Qwen3MoeExperts" in one["kinds"]) == ("model" in given)
 
 
+def test_an_auxiliary_loss_is_scaled_as_the_loss_is(engine_ranks: Ranks) -> None:
+    """Automodel adds an auxiliary loss's gradients, times a number that verl sets in each batch."""
+    (plain,) = engine_ranks("by_hand", world=1, name="automodel")
+    (one,) = engine_ranks("equal", world=1, name="automodel", auxiliary=True)
+    same(one, one["hand"])
+    assert one["state"]["parameters"] != plain["state"]["parameters"]
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_bf16_and_fp32_are_untouched(engine_ranks: Ranks, name: str) -> None:
     for one in engine_ranks("unscaled", world=1, name=name):

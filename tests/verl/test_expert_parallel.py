@@ -37,10 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_it_equals_a_loop_by_hand_and_resumes(
     engine_ranks: Ranks, model: str, name: str, tmp_path: Path
 ) -> None:
-    """Both ranks skip the same two steps; a resume in new processes continues bit for bit.
-
-    Automodel adds an auxiliary loss's gradients, times a number that verl sets in each batch.
-    """
+    """Both ranks skip the same two steps; a resume in new processes continues bit for bit."""
     given = {"model": model, "name": name, **PARALLEL[name]}
     told = {"at": 4, "overflows": [2, 5], **given}
     hand = engine_ranks("by_hand", **given)
