@@ -84,6 +84,18 @@ def watched(
     return model, optimizer, precision_shim.watch_updates(model, optimizer, every=every)
 
 
+def test_a_watched_model_can_be_moved() -> None:
+    """torch swaps FSDP2's parameters then, and cannot where there are weak references to them."""
+    model, optimizer, watch = watched()
+    train(model, optimizer, 1)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to("meta").to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert watch.figures()
+
+
 def groups_of(model: Any) -> list[dict[str, Any]]:
     weights = [p for p in model.parameters() if p.ndim > 1]
     return [{"params": weights}, {"params": [p for p in model.parameters() if p.ndim == 1]}]

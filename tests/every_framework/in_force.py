@@ -40,32 +40,32 @@ def refused(framework: str, feature: str, group: str) -> Iterator[None]:
         setattr(module, name, whole)
 
 
-def answers(framework: str, pairs: Iterable[Pair]) -> dict[Pair, dict[str, bool]]:
+def answers(framework: str, pairs: Iterable[Pair]) -> list[dict[str, bool]]:
     """What worker, doctor, plan and checkpoint doctor answer if the shim is to be on."""
     precision_shim.install(export=False)
     try:
         settings = _session.current_settings()
-        worker = {pair: _session.in_force(framework, *pair) for pair in pairs}
+        in_worker = {pair: _session.in_force(framework, *pair) for pair in pairs}
     finally:
         precision_shim.uninstall()
     found, _ = _framework_status.predict_status(
         entries()[framework], settings, _versions.version_of
     )
-    cannot = {
+    broken = {
         (one.feature, one.group)
         for one in found.seams
         if one.state == "refused" and not one.refusal
     }
     job, here = Job(framework, "", None, (), (), {}, settings), Here(True, settings)
-    return {
-        pair: {
-            "worker": answer,
-            "doctor": found.state != "off" and pair not in cannot,
+    return [
+        {
+            "worker": worker,
+            "doctor": found.state != "off" and pair not in broken,
             "plan": job.in_force(*pair),
             "checkpoint": here.in_force(framework, *pair),
         }
-        for pair, answer in worker.items()
-    }
+        for pair, worker in in_worker.items()
+    ]
 
 
 def disagreements(framework: str) -> list[Any]:
@@ -81,8 +81,8 @@ def disagreements(framework: str) -> list[Any]:
         for pair in pairs:
             with refused(framework, *pair):
                 told = answers(framework, (pair, pairs[0], pairs[-1]))
-            seen |= {one["worker"] for one in told.values()}
-            found += [(pair, one, said) for one, said in told.items() if len({*said.values()}) > 1]
+            seen |= {said["worker"] for said in told}
+            found += [(pair, said) for said in told if len({*said.values()}) > 1]
     assert seen == {True, False}
     return found
 

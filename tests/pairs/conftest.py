@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -46,16 +45,10 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Count the pairs by their ends; with ``--pair`` or ``--drawn`` also list each pair."""
-    said = [
-        (name, value)
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        for name, value in getattr(report, "user_properties", ())
-        if report.when == "call"
-    ]
-    if config.getoption("--pair", None) or config.getoption("--drawn", None):
-        for line in sorted(value for name, value in said if name == "pair"):
-            terminalreporter.write_line(line)
-    for end, count in sorted(Counter(value for name, value in said if name == "end").items()):
-        terminalreporter.write_line(f"pairs, {end}: {count}")
+    """With ``--pair`` or ``--drawn`` list each pair and its end."""
+    if not (config.getoption("--pair", None) or config.getoption("--drawn", None)):
+        return
+    reports = (one for found in terminalreporter.stats.values() for one in found)
+    said = {value for one in reports for _, value in getattr(one, "user_properties", ())}
+    for line in sorted(said):
+        terminalreporter.write_line(line)

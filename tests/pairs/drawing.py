@@ -78,7 +78,6 @@ class Pair:
         stop: steps that each saving job takes before it saves.
         more: steps that are taken after the save.
         overflows: steps at which gradients overflow, joined by ``+``.
-        kill: the number of the file operation at which the last save is killed; 0: never killed.
         jobs: the saving jobs in order, and the resuming job.
     """
 
@@ -89,7 +88,6 @@ class Pair:
     stop: int = 3
     more: int = 3
     overflows: str = ""
-    kill: int = 0
     jobs: tuple[Job, ...] = field(default=())
 
     @property
@@ -164,11 +162,7 @@ def draw(seed: int, number: int, *, backends: Sequence[str] = ("fsdp", "megatron
         stop=stop,
         overflows="+".join(map(str, overflows)),
     )
-    pair = (_fsdp if backend == "fsdp" else _megatron)(hand, pair)
-    if pair.ranks == 1 and hand.chance(0.15):
-        # A save of an FSDP job has fewer than twenty file operations.
-        pair = replace(pair, kill=hand.number(1, 16))
-    return pair
+    return (_fsdp if backend == "fsdp" else _megatron)(hand, pair)
 
 
 def _shim(hand: _Hand) -> str:

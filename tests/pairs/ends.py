@@ -3,8 +3,7 @@
 - *exact*: the resumed training equals a training that was never stopped;
 - *refused*: the shim raises an error that names a way to continue;
 - *told*: a warning or decision of the shim names the states that differ, and no others differ;
-- *as unpatched*: the same jobs with the shim off end in the same way;
-- *killed*: a save was killed, and the framework itself says that it cannot read the files.
+- *as unpatched*: the same jobs with the shim off end in the same way.
 
 All other ends are *wrong*.
 """
@@ -15,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +51,12 @@ class End:
     """How a pair ended.
 
     Attributes:
-        kind: ``exact``, ``refused``, ``told``, ``as unpatched``, ``killed`` or ``wrong``.
+        kind: ``exact``, ``refused``, ``told``, ``as unpatched`` or ``wrong``.
         why: the reason.
     """
 
     kind: str
     why: str = ""
-
-    @property
-    def allowed(self) -> bool:
-        """Whether the end is in the list of allowed ends."""
-        return self.kind != "wrong"
 
 
 Results = Sequence[Sequence[Mapping[str, Any]]]
@@ -89,50 +84,30 @@ def end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path) -> End:
     found = run(pair, launch, folder / "pair")
     end = _end_of(pair, launch, folder, found)
     predicted = [one.get("predicted") for one in found[-1]]
-    if "exact" in predicted and end.kind != "exact" and not _unknown_to_the_doctor(pair):
+    # The doctor does not know the resuming job's model.
+    known = pair.jobs[-1].dtype == pair.jobs[-2].dtype
+    if "exact" in predicted and end.kind != "exact" and known:
         return End("wrong", f"predicted exact, and {end.kind}: {end.why}")
     return end
 
 
-def _unknown_to_the_doctor(pair: Pair) -> bool:
-    """Whether the result depends on more than the last checkpoint and the resuming job's config.
-
-    The doctor does not know the resuming job's model, nor that a save was killed.
-    """
-    return bool(pair.kill) or pair.jobs[-1].dtype != pair.jobs[-2].dtype
-
-
 def _end_of(pair: Pair, launch: Callable[[str], Ranks], folder: Path, found: Results) -> End:
-    plain = _Lazily(lambda: run(pair.unpatched(), launch, folder / "unpatched"))
+    plain = cache(lambda: run(pair.unpatched(), launch, folder / "unpatched"))
     failed = [one for one in found[-1] if one["error"]]
     if failed:
         return _of_error(pair, failed, len(found), plain)
     ends = [_of_rank(pair, found, rank, folder / "pair", plain) for rank in range(pair.ranks)]
-    order = ("wrong", "as unpatched", "killed", "told", "exact")
+    order = ("wrong", "as unpatched", "told", "exact")
     return min(ends, key=lambda one: order.index(one.kind))
 
 
-class _Lazily:
-    """Returns the results of the unpatched jobs, which run at the first call."""
-
-    def __init__(self, make: Callable[[], Results]) -> None:
-        self._make, self._made = make, None
-
-    def __call__(self) -> Results:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-
-def _of_error(pair: Pair, failed: Sequence[Any], jobs: int, plain: _Lazily) -> End:
+def _of_error(pair: Pair, failed: Sequence[Any], jobs: int, plain: Callable[[], Results]) -> End:
     kind, text, ours = next((one["error"] for one in failed if one["error"][2]), failed[0]["error"])
     what = f"job {jobs}, {failed[0]['phase']}: {kind}: {text[:400]}"
     if ours:
         if kind in REFUSALS and re.search(REFUSALS[kind], text):
             return End("refused", what)
         return End("wrong", f"an error of ours that is not in the list, or says no way on: {what}")
-    if pair.kill and jobs == len(pair.jobs) and failed[0]["phase"] == "load":
-        return End("killed", what)
     if pair != pair.unpatched():
         same = plain()
         # If a job cannot save without the shim, the pair cannot resume without it either.
@@ -148,15 +123,15 @@ def _error(ranks: Sequence[Mapping[str, Any]]) -> str:
     return next((one["error"][0] for one in ranks if one["error"]), "")
 
 
-def _of_rank(pair: Pair, found: Results, rank: int, folder: Path, plain: _Lazily) -> End:
+def _of_rank(
+    pair: Pair, found: Results, rank: int, folder: Path, plain: Callable[[], Results]
+) -> End:
     last = found[-1][rank]
     saved = [
         json.loads((folder / f"saved-{number}-{rank}.json").read_text())
         for number in range(len(pair.saving))
     ]
     saver = found[-2][rank]
-    if saver.get("killed"):
-        return _of_killed(saved, last, _off_at_load(pair, {"scale"}))
     if not saver["unmoved"]:
         return End("wrong", "the save itself changed the training")
     differs = different(saved[-1], last["state"])
@@ -257,27 +232,3 @@ def _first_steps(saver: Mapping[str, Any], last: Mapping[str, Any]) -> str:
         if both[0] != both[1] or i == len(last["next"]) - 1
     )
     return f"step {number + 1} after the stop: {mine} and {theirs}"
-
-
-def _of_killed(saved: Sequence[Mapping[str, Any]], last: Mapping[str, Any], unpatched: bool) -> End:
-    """The end of a pair whose last save was killed; compares the resumed states with each save.
-
-    The framework's files may mix two saves, as without the shim; the scaler may not.
-    """
-    now, told = last["state"], _told(last)
-    whole = [
-        number
-        for number, state in enumerate(saved)
-        if not {one for one in different(state, now) if one not in SCALER}
-    ]
-    of_scaler = [number for number, state in enumerate(saved) if not different(state, now) & SCALER]
-    if told & SCALER:
-        return End("told", f"states of save {whole or 'two'}, scaler anew")
-    if unpatched and _anew(now):
-        return End("as unpatched", f"states of save {whole or 'two'}, scaler anew")
-    if whole and set(whole) & set(of_scaler):
-        return End("exact", f"save {whole}")
-    what = f"states of save {whole or 'two'}, scaler of save {of_scaler or 'none'}"
-    if not whole and of_scaler:
-        return End("as unpatched", what)
-    return End("wrong", f"killed in between: {what}: {_values(saved[-1], now, set(SCALER))}")

@@ -111,10 +111,6 @@ class Training:
 
 def run(launch: Launch) -> dict[str, Any]:
     """Run a rank from its start to its end."""
-    return processes.watched(launch, _run)
-
-
-def _run(launch: Launch) -> dict[str, Any]:
     launch.join()
     found = processes.run(launch, Training)
     if found["error"] is None:  # after an error other ranks might never reach the barrier

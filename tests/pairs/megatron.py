@@ -277,10 +277,6 @@ def _transformer_engine(version: str) -> Iterator[None]:
 
 def run(launch: Launch) -> dict[str, Any]:
     """Run a rank from its start to its end."""
-    return processes.watched(launch, _run)
-
-
-def _run(launch: Launch) -> dict[str, Any]:
     torch.set_num_threads(1)
     pair = parse(launch.options["pair"])
     with (

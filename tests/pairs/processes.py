@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -48,30 +45,6 @@ class Training(Protocol):
         """Read a checkpoint."""
 
 
-def watched(launch: Launch, work: Callable[[Launch], dict[str, Any]]) -> dict[str, Any]:
-    """Do a rank's work; if the pair kills this job, do it in a fork of this process."""
-    pair = parse(launch.options["pair"])
-    if not pair.kill or launch.options["number"] != len(pair.jobs) - 2:
-        return work(launch)
-    place = Path(launch.folder, "watched.json")
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            place.write_text(json.dumps(work(launch)))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == -signal.SIGKILL:
-        return {"error": None, "killed": True}
-    assert code == 0
-    found: dict[str, Any] = json.loads(place.read_text())
-    return found
-
-
 def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any]:
     """Run one job of a pair on one rank; returns its results.
 
@@ -102,8 +75,6 @@ def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any
                     json.dumps(found["state"])
                 )
                 found["phase"] = "save"
-                if pair.kill and number == len(pair.jobs) - 2:
-                    die_at(pair.kill, directory)
                 one.save(directory)
                 found["unmoved"] = one.state() == found["state"]
                 if number == len(pair.jobs) - 2:
@@ -164,42 +135,3 @@ def bits(tensors: Iterable[torch.Tensor]) -> str:
         flat = one.detach().reshape(-1).float().contiguous().cpu()
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-# -- a process that ends in the middle of a save ------------------------------------------------
-
-
-def die_at(count: int, directory: Path) -> None:
-    """Kill this process before the ``count``-th file operation in the directory.
-
-    File operations are making directories, opening for writing, renaming, removing, ``torch.save``.
-    If a child process writes for this process, both processes are killed.
-    """
-    main, left, place = os.getpid(), [count], str(directory)
-    own = torch.save
-
-    def operation(path: Any) -> None:
-        if not isinstance(path, (str, bytes, os.PathLike)):
-            return
-        if not os.path.abspath(os.fsdecode(path)).startswith(place):
-            return
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(main, signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def look(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, mode, flags = arguments
-            writes = any(one in mode for one in "wxa+") if isinstance(mode, str) else False
-            if writes or flags & (os.O_WRONLY | os.O_RDWR):
-                operation(path)
-        elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
-            operation(arguments[0])
-
-    def save(what: Any, where: Any, *args: Any, **kwargs: Any) -> Any:
-        operation(where)
-        return own(what, where, *args, **kwargs)
-
-    torch.save = save
-    sys.addaudithook(look)

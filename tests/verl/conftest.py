@@ -78,14 +78,17 @@ def fsdp_ranks(
 
 @pytest.fixture(scope="session")
 def ray_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts drivers of Ray clusters, and the processes of those clusters."""
+    """Starts drivers of Ray clusters and the processes of those clusters, and pytest."""
     with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("ray-drivers")) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def fresh_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that have imported verl's dependencies, but neither verl nor Megatron."""
-    folder = tmp_path_factory.mktemp("fresh-processes")
-    with rank_server("tests.verl.fresh_processes", folder) as ranks:
+def engine_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts ranks that train on verl's other engines; ``engine_ranks.py`` has their cases."""
+    from .engine_support import make_model
+
+    model = make_model(tmp_path_factory.mktemp("qwen3"))
+    folder = tmp_path_factory.mktemp("engine-ranks")
+    with rank_server("tests.verl.engine_ranks", folder, MODEL=str(model)) as ranks:
         yield ranks

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -139,11 +140,12 @@ def case(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+@dataclass
 class Job:
     """The folder and the model of a launch."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.folder, self.model = Path(launch.folder), os.environ["MODEL"]
+    folder: Path
+    model: str
 
 
 def install(**settings: Any) -> None:
@@ -151,9 +153,8 @@ def install(**settings: Any) -> None:
 
 
 @case
-def equal(job: Job, name: str, model: str = "", **fields: Any) -> dict[str, Any]:
+def equal(job: Job, name: str, **fields: Any) -> dict[str, Any]:
     """Train eight steps by hand without the shim, then the same steps with the shim."""
-    job.model = model or job.model
     hand = by_hand(job, name, **fields)
     install(watch_updates=1)
     one = engine(name, job.model, **fields)
@@ -362,4 +363,6 @@ def run(launch: Launch) -> Any:
     )
     with launch.joined():
         torch.autograd.set_multithreading_enabled(False)
-        return CASES[launch.case](Job(launch), **launch.options)
+        options = {"model": os.environ["MODEL"], **launch.options}
+        job = Job(Path(launch.folder), options.pop("model"))
+        return CASES[launch.case](job, **options)

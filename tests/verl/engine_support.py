@@ -139,13 +139,13 @@ def _answer_for_titan() -> None:
     qwen3.qwen3_configs["tiny"] = tiny
 
 
-def make_model(folder: Path, *, experts: bool = False, auxiliary: float = 1e-3) -> Path:
+def make_model(folder: Path, *, experts: bool = False) -> Path:
     """Write the Qwen3 of ``torchtitan.cpu.model_spec`` as a Hugging Face checkpoint.
 
     Args:
         folder: the folder to write.
-        experts: whether each layer is a mixture of four experts, two of them for each token.
-        auxiliary: the factor of the experts' auxiliary loss, which only Automodel's own models add.
+        experts: whether each layer is a mixture of four experts, two of them for each token, with
+            an auxiliary loss, which only Automodel's own models add.
     """
     import transformers
 
@@ -157,7 +157,7 @@ def make_model(folder: Path, *, experts: bool = False, auxiliary: float = 1e-3) 
     if experts:
         kind = "Qwen3Moe"
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        more |= {"router_aux_loss_coef": auxiliary}
+        more |= {"router_aux_loss_coef": 1e-3}
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY,
         hidden_size=32,

@@ -573,7 +573,8 @@ def prepare() -> None:
     """Import verl in the server."""
     support.prepare()
     look_ahead("verl")
-    for name in ("fsdp_saves", "head_ranks", "sync_ranks"):  # they add cases to this module
+    # They add cases to this module.
+    for name in ("fsdp_saves", "head_ranks", "sync_ranks", "verdict_ranks"):
         importlib.import_module(f"tests.verl.{name}")
 
 

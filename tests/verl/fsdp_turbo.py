@@ -1,7 +1,6 @@
 """A stand-in for four modules of FSDP Turbo, which verl imports and no package index has.
 
-``install()`` puts the modules into ``sys.modules``. ``CALLED`` lists the calls of verl 0.9.1;
-``test_engines.py`` compares this list with verl's source. FSDP2's ``fully_shard``, with the dtypes
+``install()`` puts the modules into ``sys.modules``. FSDP2's ``fully_shard``, with the dtypes
 of ``turbo_config``, replaces Turbo's own sharding, and torch's gradient clipping replaces Turbo's.
 """
 
@@ -10,17 +9,6 @@ from __future__ import annotations
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
-
-CALLED = {
-    "fsdp_turbo.distributed.parallel_state": (
-        "get_parallel_state()",
-        "init_parallel_state(config)",
-    ),
-    "fsdp_turbo.fsdp_turbo_config": ("FSDPTurboConfig", "_dict_to_dataclass(kind, values)"),
-    "fsdp_turbo.fsdp_turbo": ("FSDPTurbo(config, module).model",),
-    "fsdp_turbo.training.clip_grads": ("clip_grad_norm(model=, max_norm=)",),
-}
-"""The names and calls that verl 0.9.1's engine uses, by module."""
 
 
 class FSDPTurboConfig:

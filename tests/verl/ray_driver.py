@@ -1,6 +1,6 @@
 """A verl driver: real training workers in a real local Ray cluster; prints the results.
 
-Run as a script, because workers inherit the driver's environment. Arguments: the backend (see
+Run as a script, because workers inherit the driver's environment. Arguments: the backends (see
 ``ray_workers.BACKEND``), a folder with a model, a folder for checkpoints.
 """
 
@@ -39,15 +39,11 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     from tests.verl import ray_workers
     from tests.verl.support import batch
 
-    # In one training Ray itself starts the workers. In all other trainings workers are forks of a
-    # process with most of the imports.
-    own = backends == "fsdp" and "PRECISION_SHIM" in os.environ
-    python = sys.executable if own else os.environ[WORKER_PYTHON]
     start(
         2 * RANKS,  # the first group's CPUs stay reserved
         runtime_env={
             "worker_process_setup_hook": "tests.verl.ray_workers.setup",
-            "py_executable": python,
+            "py_executable": os.environ[WORKER_PYTHON],
             "env_vars": {ray_workers.BACKEND: backends},
         },
     )
@@ -59,7 +55,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     configs = {name: ray_workers.worker_config(name, model, RANKS) for name in names}
 
     def workers() -> dict[str, Any]:
-        """verl's own worker groups; with several backends, each actor has a worker for each."""
+        """verl's own worker groups; each actor has a worker for each backend."""
         given = {
             name: RayClassWithInitArgs(cls=ray.remote(TrainingWorker), config=config)
             for name, config in configs.items()
@@ -68,13 +64,11 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
             resource_pool=RayResourcePool(
                 process_on_nodes=[RANKS], use_gpu=False, max_colocate_count=1
             ),
-            ray_cls_with_init=(
-                create_colocated_worker_cls(given) if len(names) > 1 else given[names[0]]
-            ),
+            ray_cls_with_init=create_colocated_worker_cls(given),
             device_name="cpu",
             master_port_range=ports.a_range(),
         )
-        groups = made.spawn(prefix_set=names) if len(names) > 1 else {names[0]: made}
+        groups: dict[str, Any] = made.spawn(prefix_set=names)
         for group in groups.values():
             group.reset()
             group.set_loss_fn(ray_workers.weighted_loss)

@@ -1,25 +1,33 @@
-"""Drivers of Ray clusters, forked from a process with the slowest imports, but not the shim.
+"""Drivers of Ray clusters and other new Pythons: forks of a process with the slowest imports.
 
-``tests/processes/rank_server.py`` starts the drivers.
+``tests/processes/rank_server.py`` starts them. They start the shim themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+from typing import Any
 
-from ..processes.forks import script
+from ..processes.forks import script, tests
 from ..processes.rank_server import Launch
-from .fresh_processes import import_them
+
+IMPORTED = (
+    *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "accelerate", "codetiming", "datasets"),
+    *("einops", "hydra", "omegaconf", "pandas", "peft", "tensordict", "torchdata", "transformers"),
+    *("transformers.modeling_utils", "triton", "wandb", "nemo_automodel._transformers.auto_model"),
+)
+"""Without ray: Ray's workers die if they are forks of a process with ray."""
 
 
 def prepare() -> None:
-    """Import the dependencies of verl and Megatron in the server."""
-    import_them("ray")  # Ray workers die if they are forks of a process with ray.
-    with contextlib.suppress(ModuleNotFoundError):  # Automodel's engine needs it.
-        importlib.import_module("nemo_automodel._transformers.auto_model")
+    """Import the dependencies of verl, of Megatron and of Automodel's engine in the server."""
+    for name in IMPORTED:
+        with contextlib.suppress(ModuleNotFoundError):  # not every environment has all
+            importlib.import_module(name)
 
 
-def run(launch: Launch) -> None:
-    """Run the script that the launch names."""
-    script(launch)
+def run(launch: Launch) -> Any:
+    """Run the script or the tests that the launch names."""
+    return {"script": script, "tests": tests}[launch.case](launch)

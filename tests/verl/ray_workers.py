@@ -10,10 +10,8 @@ import os
 from typing import Any
 
 BACKEND = "VERL_TEST_BACKEND"
-"""The variable with a worker's backend.
-
-The value is ``fsdp``, ``megatron``, or names of ``engine_support.MODULES`` with commas between.
-"""
+"""The variable with a worker's backends: ``fsdp``, ``megatron``, or names of
+``engine_support.MODULES``, with commas between."""
 
 _open = contextlib.ExitStack()
 """Contexts that stay open until the worker ends."""
@@ -25,13 +23,14 @@ def setup() -> None:
 
     own = dist.init_process_group
     dist.init_process_group = lambda *args, **kwargs: own(*args, **{**kwargs, "backend": "gloo"})
-    if os.environ[BACKEND] == "fsdp":
+    names = os.environ[BACKEND].split(",")
+    if "fsdp" in names:
         from . import fsdp_support
 
         fsdp_support.prepare()
-    elif os.environ[BACKEND] == "megatron":
+    if "megatron" in names:
         _prepare_megatron()
-    else:
+    if "automodel" in names:
         from . import engine_support
 
         engine_support.prepare()
@@ -141,7 +140,7 @@ def weighted_loss(*args: Any, **kwargs: Any) -> Any:
 
 
 def report(worker: Any, backend: str) -> dict[str, Any]:
-    """The state of a backend's worker; runs in its actor, which may have several workers."""
+    """The state of a backend's worker; runs in its actor, which has a worker for each backend."""
     import hashlib
     import sys
 
@@ -149,7 +148,7 @@ def report(worker: Any, backend: str) -> dict[str, Any]:
 
     from ..processes.loaded_tools import loaded_tools
 
-    engine = getattr(worker, "worker_dict", {}).get(backend, worker).engine
+    engine = worker.worker_dict[backend].engine
     chunks = engine.module if isinstance(engine.module, list) else [engine.module]
     digest = hashlib.sha256()
     for chunk in chunks:

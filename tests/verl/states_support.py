@@ -79,17 +79,14 @@ def everything(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
         if not any(one.optimizer.state.values()):
             continue
         # Sorted by name, because the tests look for shards at wrong positions in their group.
-        ranges = {p: one._get_model_param_range_map(p)["param"] for p in names if p in _owned(one)}
+        owned = one.model_param_group_index_map
+        ranges = {p: one._get_model_param_range_map(p)["param"] for p in names if p in owned}
         states = {p: (master, state) for p, master, state in live_states(one)}
         for parameter in sorted(ranges, key=names.__getitem__):
             master, state = states[parameter]
-            owned = ranges[parameter]
-            assert master.numel() == owned.end - owned.start, names[parameter]
+            own = ranges[parameter]
+            assert master.numel() == own.end - own.start, names[parameter]
             if parameter.dtype is not torch.float32:
                 found.append(master)
             found += [state[name].detach().float().clone() for name in ("exp_avg", "exp_avg_sq")]
     return found
-
-
-def _owned(optimizer: Any) -> Any:
-    return optimizer.model_param_group_index_map

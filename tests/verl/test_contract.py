@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 from packaging.version import Version
 
 from precision_shim.scaling import save
-from precision_shim_adapters.megatron.training import build as builds
-from precision_shim_adapters.verl.training import megatron
 from precision_shim_adapters.verl.training.megatron import of_engine
 
 from ..every_framework import contract
@@ -21,6 +18,7 @@ from ..every_framework.checkpoint_doctor import verdict
 from ..every_framework.in_force import refused
 from ..every_framework.requested_configs import Case
 from ..every_framework.upstreams_own import Own, fetch
+from ..processes.rank_server import Ranks
 from ..unit.checkpoints.written import of_ranks, scaler
 from .conftest import VERL
 from .support import engine, optim_config
@@ -47,6 +45,10 @@ class TestRelease(contract.Release):
 class TestWorker(contract.Worker):
     driver = DRIVER
 
+    @pytest.fixture
+    def server(self, ray_drivers: Ranks) -> Ranks:
+        return ray_drivers
+
 
 @in_force
 class TestRequestedConfigs(contract.RequestedConfigs):
@@ -67,37 +69,6 @@ class TestRequestedConfigs(contract.RequestedConfigs):
             return of_engine(made)
 
         return read
-
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("states", ["auto", "follow-model"])
-    def test_a_config_is_read_once_and_planned_once(
-        self,
-        fused_adam: str,
-        shim: Any,
-        checkpoint: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        dtype: str,
-        states: str,
-    ) -> None:
-        """The DDP, the OptimizerConfig, the scaler and the audit share one read and one plan."""
-        shim(settings={"optimizer_states": states})
-        calls: list[str] = []
-
-        def count(module: Any, name: str) -> None:
-            own = getattr(module, name)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                calls.append(name)
-                return own(*args, **kwargs)
-
-            monkeypatch.setattr(module, name, call)
-
-        count(megatron, "of_engine")
-        count(builds, "plan_optimizer")
-        optim = optim_config(override_optimizer_config={"adam_beta2": 0.95})
-        made = engine(checkpoint, dtype, optim=optim)
-        made.initialize()
-        assert Counter(calls) == {"of_engine": 1, "plan_optimizer": 1}
 
 
 @in_force

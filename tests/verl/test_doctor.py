@@ -26,16 +26,6 @@ pytestmark = [
 ]
 
 OPTIMIZER = "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
-USED = """
-import precision_shim
-precision_shim.install()
-import verl
-from megatron.core.optimizer import OptimizerConfig
-OptimizerConfig(
-    bf16=True, use_precision_aware_optimizer=True, use_distributed_optimizer=True,
-    exp_avg_dtype="bf16",
-)
-"""
 
 
 def doctor(**variables: str) -> tuple[int, str, str]:
@@ -53,9 +43,6 @@ def test_without_transformer_engine_it_says_how_the_job_ends() -> None:
     )
     assert "Install TransformerEngine 2.3 or newer" in text
     assert last == "no problems, but the limits above"
-    ended = python("-c", USED).stderr.strip().splitlines()[-1]
-    assert ended.startswith("precision_shim.errors.UnsupportedPrecisionError: ")
-    assert "TransformerEngine is not installed" in ended
 
 
 def test_states_that_a_variable_asks_for_and_that_cannot_be_had_are_a_problem() -> None:

@@ -7,13 +7,12 @@ experts need a GPU's kernels then, and are not run here.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks
 from .conftest import VERL
 from .test_engines import SINCE, same
 
@@ -27,23 +26,23 @@ ENGINES = [name for name in PARALLEL if Version(SINCE[name]) <= VERL]
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Runs a case on fresh processes; ``MODEL`` is a mixture of four experts in each layer."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of four experts in each layer."""
     from .engine_support import make_model
 
-    model = make_model(tmp_path_factory.mktemp("qwen3-moe"), experts=True)
-    folder = tmp_path_factory.mktemp("ranks")
-    with rank_server("tests.verl.engine_ranks", folder, MODEL=str(model)) as ranks:
-        yield ranks
+    return str(make_model(tmp_path_factory.mktemp("qwen3-moe"), experts=True))
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_it_equals_a_loop_by_hand_and_resumes(launch: Ranks, name: str, tmp_path: Path) -> None:
+def test_it_equals_a_loop_by_hand_and_resumes(
+    engine_ranks: Ranks, model: str, name: str, tmp_path: Path
+) -> None:
     """Both ranks skip the same two steps; a resume in new processes continues bit for bit."""
-    told = {"name": name, "at": 4, "overflows": [2, 5], **PARALLEL[name]}
-    hand = launch("by_hand", name=name, **PARALLEL[name])
-    straight = launch("saved", folder=tmp_path, **told)
-    gone_on = launch("resumed", folder=tmp_path, **told)
+    given = {"model": model, "name": name, **PARALLEL[name]}
+    told = {"at": 4, "overflows": [2, 5], **given}
+    hand = engine_ranks("by_hand", **given)
+    straight = engine_ranks("saved", folder=tmp_path, **told)
+    gone_on = engine_ranks("resumed", folder=tmp_path, **told)
     for ours, theirs, second in zip(straight, hand, gone_on, strict=True):
         same(ours, theirs)
         assert ours["after"] == ours["before"]
@@ -56,11 +55,11 @@ def test_it_equals_a_loop_by_hand_and_resumes(launch: Ranks, name: str, tmp_path
     assert straight[0]["state"]["parameters"] != straight[1]["state"]["parameters"]
 
 
-def test_rounded_weights_are_said(launch: Ranks) -> None:
+def test_rounded_weights_are_said(engine_ranks: Ranks, model: str) -> None:
     """verl's default of ``model_dtype`` is fp32; Automodel's own models have bf16 weights."""
-    (ours, _) = launch("built", asked=[["automodel", PARALLEL["automodel"]]])
+    (ours, _) = engine_ranks("built", model=model, asked=[["automodel", PARALLEL["automodel"]]])
     (said,) = ours[0]["said"]
     assert "model_dtype='fp32', but the weights of" in said
     assert "torch.bfloat16" in said
-    (alone,) = launch("built", world=1, asked=[["automodel", {}]])
+    (alone,) = engine_ranks("built", world=1, model=model, asked=[["automodel", {}]])
     assert alone[0]["said"] == []

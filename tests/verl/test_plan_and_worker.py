@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,12 +10,18 @@ import pytest
 
 from ..every_framework.newest import on_the_newest
 from ..plan import verdicts
-from ..plan.verdicts import SEEDS, Drawn, Verdict, agree, draw, hold, of_plan
-from ..processes.rank_server import Ranks, rank_server
+from ..plan.verdicts import Drawn, Key, Verdict, agree, by_worker, draw, hold, of_plan
+from ..processes.rank_server import Ranks
 from .support import CPU_FIELDS
 from .verdict_lines import ACTOR, FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
 
 pytestmark = [on_the_newest("verl"), pytest.mark.slow]
+
+
+def drawn_of(keys: tuple[Key, ...], *numbers: int) -> list[Drawn]:
+    """The configs with these numbers, which differ in what becomes of them."""
+    every = draw(keys, seed=2, count=35)
+    return [every[number] for number in numbers]
 
 
 def plan_of(*more: str, version: str = "") -> Callable[[Drawn], Verdict]:
@@ -42,10 +48,14 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     return verdicts.on_megatron(engine.module, engine.optimizer)
 
 
-@pytest.mark.parametrize(("seed", "count"), SEEDS)
-def test_on_megatron(fused_adam: str, checkpoint: Path, seed: int, count: int) -> None:
+def test_on_megatron(fused_adam: str, checkpoint: Path) -> None:
+    flags = [{"adam_beta2": "null"}, {"fp16": "true"}]
+    drawn = [Drawn({f"{_STATES}.{key}": value for key, value in one.items()}) for one in flags]
+    bucket = f"{ACTOR}.megatron.override_ddp_config.grad_reduce_in_fp32"
+    drawn += [Drawn({bucket: "true"}, {"grad_bucket": "align", "optimizer_states": "follow-model"})]
+    drawn += drawn_of(MEGATRON, 1, 4, 5, 8, 9, 13, 14, 17, 19, 21, 23, 25, 27, 28, 29, 32, 34)
     plan = plan_of(*ON_MEGATRON, version=fused_adam)
-    agree(draw(MEGATRON, seed, count), plan, lambda one: on_megatron(one, checkpoint))
+    agree(drawn, plan, lambda one: on_megatron(one, checkpoint))
 
 
 _STATES = f"{ACTOR}.optim.override_optimizer_config"
@@ -53,69 +63,41 @@ _AWARE = {f"{_STATES}.use_precision_aware_optimizer": "true"}
 
 
 @pytest.mark.parametrize("out", [{"features": "-dtype-coercion"}, {"frameworks": "skyrl"}], ids=str)
-@pytest.mark.parametrize(
-    "written",
-    [
-        {**_AWARE, f"{_STATES}.exp_avg_dtype": "bf16"},
-        {**_AWARE, f"{_STATES}.exp_avg_sq_dtype": "torch.float32"},
-        {**_AWARE, f"{_STATES}.main_grads_dtype": "bf16"},
-        {f"{_STATES}.exp_avg_dtype": "fp32"},
-        {f"{_STATES}.main_grads_dtype": "fp32"},
-        {
-            f"{ACTOR}.optim.use_precision_aware_optimizer": "true",
-            f"{ACTOR}.optim.exp_avg_dtype": "bf16",
-        },
-    ],
-    ids=str,
-)
 def test_names_where_they_are_not_coerced(
-    fused_adam: str,
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    written: dict[str, str],
-    out: dict[str, str],
+    fused_adam: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, out: dict[str, str]
 ) -> None:
-    drawn = Drawn(written)
+    drawn = [
+        Drawn({**_AWARE, f"{_STATES}.exp_avg_sq_dtype": "torch.float32"}),
+        Drawn({f"{_STATES}.main_grads_dtype": "fp32"}),
+        Drawn(
+            {
+                f"{ACTOR}.optim.use_precision_aware_optimizer": "true",
+                f"{ACTOR}.optim.exp_avg_dtype": "bf16",
+            }
+        ),
+    ]
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
     plan, named = plan_of(*ON_MEGATRON, version=fused_adam), "FusedAdam .* must be one of"
-    agree([drawn], plan, lambda one: on_megatron(one, checkpoint), named=named, **out)
+    workers = [
+        by_worker(lambda one=one: on_megatron(one, checkpoint), one, named=named, **out)
+        for one in drawn
+    ]
+    hold(drawn, plan, workers)
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Ranks]:
-    folder = tmp_path_factory.mktemp("engines")
-    with rank_server("tests.verl.verdict_ranks", folder, MODEL=str(checkpoint)) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize(("seed", "count"), SEEDS)
-def test_on_fsdp(engines: Ranks, seed: int, count: int) -> None:
-    drawn = draw(FSDP, seed, count)
-    (found,) = engines("verdicts", world=1, drawn=[asdict(one) for one in drawn])
-    ended = hold(drawn, plan_of(*ON_FSDP), [Verdict(**one) for one in found])
-    assert len(ended) > 1, ended
-
-
-def test_moments_in_fp16(engines: Ranks) -> None:
+def test_on_fsdp(fsdp_ranks: Ranks) -> None:
     """Parameters that are stored in fp16 have their moments in fp16, where AdamW's eps is 0."""
     half = {
         f"{ACTOR}.fsdp_config.{key}": "fp16"
         for key in ("model_dtype", "mixed_precision.param_dtype")
     }
-    eps = f"{_STATES}.eps"
-    low = {f"{ACTOR}.fsdp_config.model_dtype": "bf16"}  # both tell that masters are missing
     fused = {**half, f"{_STATES}.fused": "true"}
-    drawn = [Drawn(one) for one in (half, {**half, eps: "1e-7"}, fused, low)]
-    (found,) = engines("verdicts", world=1, drawn=[asdict(one) for one in drawn])
-    assert hold(drawn, plan_of(*ON_FSDP), [Verdict(**one) for one in found])["refused"] == 1
+    low = {f"{ACTOR}.fsdp_config.model_dtype": "bf16"}  # both tell that masters are missing
+    drawn = [Drawn(one) for one in (half, {**half, f"{_STATES}.eps": "1e-7"}, fused, low)]
+    drawn += drawn_of(FSDP, 0, 1, 2, 3, 5, 7, 9, 15, 18, 19, 23, 25, 26, 34)
+    (found,) = fsdp_ranks("verdicts", world=1, drawn=[asdict(one) for one in drawn])
+    workers = [Verdict(**one) for one in found]
+    assert len(hold(drawn, plan_of(*ON_FSDP), workers)) > 1
     assert "model_dtype=fp16" in plan_of(*ON_FSDP)(drawn[0]).refused
-
-
-@pytest.mark.parametrize("written", [{"adam_beta2": "null"}, {"fp16": "true"}], ids=str)
-def test_numbers_and_flags_on_megatron(
-    fused_adam: str, checkpoint: Path, written: dict[str, str]
-) -> None:
-    drawn = Drawn({f"{_STATES}.{key}": value for key, value in written.items()})
-    plan = plan_of(*ON_MEGATRON, version=fused_adam)
-    agree([drawn], plan, lambda one: on_megatron(one, checkpoint))
+    assert [bool(one.refused) for one in workers[:4]] == [True, False, False, False]

@@ -27,43 +27,38 @@ DRIVER = Path(__file__).with_name("ray_driver.py")
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_workers_train_skip_save_and_resume(
-    ray_drivers: Ranks, checkpoint: Path, tmp_path: Path, backend: str
+    ray_drivers: Ranks, checkpoint: Path, tmp_path: Path
 ) -> None:
     audits = tmp_path / "audits"
+    # Megatron's scaler halves its scale only after a second overflow (hysteresis 2).
+    scales = {"fsdp": [1024, 1024, 512, 512, 512, 256], "megatron": [1024] * 5 + [512]}
     found = drive(
         ray_drivers,
         DRIVER,
-        backend,
+        ",".join(scales),
         checkpoint,
         tmp_path,
         timeout=900,
         PRECISION_SHIM="1",
         PRECISION_SHIM_AUDIT_DIR=str(audits),
         PRECISION_SHIM_LOSS_SCALE_INIT="1024",
-    )[backend]
-    # Megatron's scaler halves its scale only after a second overflow (hysteresis 2).
-    scales = {"fsdp": [1024, 1024, 512, 512, 512, 256], "megatron": [1024] * 5 + [512]}[backend]
-    trained_skipped_and_resumed(found, scales)
-    if backend == "megatron":  # Megatron saves the scaler's state, but no skip counts
-        counts = [step.pop("skipped_steps") for step in (*found["on"], *found["again"])]
-        assert counts == [[1], [2], [2], [0], [1], [1]]
-        assert len({step["lr"][0] for step in (*found["steps"], *found["on"])}) == 6
-    assert str(found["again"]) == str(found["on"])  # As text, because NaN != NaN.
-    # Each rank has written an audit of its optimizer.
-    files = sorted(audits.iterdir())
-    assert [one.name for one in files] == [
-        f"verl.actor.model.rank{rank}.audit.json" for rank in range(2)
-    ]
+    )
+    assert found.keys() == scales.keys()
+    for backend, one in found.items():
+        trained_skipped_and_resumed(one, scales[backend])
+    megatron = found["megatron"]  # Megatron saves the scaler's state, but no skip counts
+    counts = [step.pop("skipped_steps") for step in (*megatron["on"], *megatron["again"])]
+    assert counts == [[1], [2], [2], [0], [1], [1]]
+    assert len({step["lr"][0] for step in (*megatron["steps"], *megatron["on"])}) == 6
+    for one in found.values():
+        assert str(one["again"]) == str(one["on"])  # As text, because NaN != NaN.
+    # Each rank has written an audit of each of its optimizers.
+    files = list(audits.iterdir())
+    assert {one.name for one in files} == {
+        f"verl.actor.{model}.rank{rank}.audit.json"
+        for model in ("model", "model-2")
+        for rank in range(2)
+    }
     for audit in (json.loads(one.read_text()) for one in files):
         assert (audit["world_size"], audit["ok"], audit["complete"]) == (2, True, True)
-
-
-@pytest.mark.timeout(1000)
-def test_without_the_variable_nothing_is_there(
-    ray_drivers: Ranks, checkpoint: Path, tmp_path: Path
-) -> None:
-    found = drive(ray_drivers, DRIVER, "fsdp", checkpoint, tmp_path, timeout=900)["fsdp"]
-    assert not any(one["shim"] for one in found["start"])
-    assert not {"loss_scale", "skipped_steps"} & set(found["steps"][1])

@@ -1,8 +1,7 @@
-"""verl's FSDP engine on generated configs; ``processes/rank_server.py`` starts its process."""
+"""A case of ``fsdp_ranks.py``: verl's FSDP engine on generated configs."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import Any
 
@@ -12,25 +11,18 @@ import precision_shim
 from precision_shim.precision.dtypes import name_of
 
 from ..plan.verdicts import Drawn, Verdict, by_worker, of_audit
-from ..processes.rank_server import Launch, look_ahead
-from . import fsdp_support
+from .fsdp_ranks import Job, case
 from .verdict_lines import ON_FSDP, actor_of, line
 
 
-def prepare() -> None:
-    """Import verl in the server."""
-    fsdp_support.prepare()
-    look_ahead("verl")
+@case
+def verdicts(job: Job, drawn: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The engine's verdicts on the configs, in their order."""
+    asked = [Drawn(**one) for one in drawn]
+    return [asdict(by_worker(lambda one=one: _built(job, one), one)) for one in asked]
 
 
-def run(launch: Launch) -> list[dict[str, Any]]:
-    """The engine's verdicts on the launch's configs, in the configs' order."""
-    launch.join()
-    drawn = [Drawn(**one) for one in launch.options["drawn"]]
-    return [asdict(by_worker(lambda one=one: _built(one), one)) for one in drawn]
-
-
-def _built(drawn: Drawn) -> Verdict:
+def _built(job: Job, drawn: Drawn) -> Verdict:
     """The verdict of verl's FSDP engine after one step on made-up gradients."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig
@@ -39,7 +31,7 @@ def _built(drawn: Drawn) -> Verdict:
     role = actor_of(line(drawn, *ON_FSDP))
     engine = FSDPEngineWithLMHead(
         HFModelConfig(
-            path=os.environ["MODEL"],
+            path=job.model,
             use_remove_padding=False,
             enable_gradient_checkpointing=False,
             override_config={"attn_implementation": "eager"},

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from precision_shim.auditing.meters import DTYPES, Rollout
 from precision_shim.auditing.reading import SIXTEEN_BIT, Reading
@@ -38,9 +37,11 @@ class Copies:
         # LoRA under any name.
         sizes = [p.numel() if p.requires_grad else -p.numel() for _, p in named]
         self._whole = sum(sizes) > 0
-        self._own: Any = WeakIdKeyDictionary()
+        # torch cannot move a parameter of FSDP2 to which there are weak references.
+        self._own: dict[int, tuple[torch.dtype, str]] = {}
+        self._stepped = [its.stepped for its in reading.owned]  # keeps their ids their own
         for its in reading.owned:
-            self._own[its.stepped] = its.dtype, names.get(id(its.parameter), "")
+            self._own[id(its.stepped)] = its.dtype, names.get(id(its.parameter), "")
 
     def dtype(self, stepped: torch.Tensor, rollout: Rollout | None) -> torch.dtype | None:
         """Return the dtype of a parameter's (or master's) copy; ``None`` if unknown, or no copy.
@@ -48,7 +49,7 @@ class Copies:
         ``rollout`` is what an adapter or the user said about the copies.
         """
         told = rollout or self._assumed
-        own, name = self._own.get(stepped, (stepped.dtype, ""))
+        own, name = self._own.get(id(stepped), (stepped.dtype, ""))
         if told.dtype is None or own not in DTYPES or _KEPT.search(name):
             return None
         if not told.factors and (_FACTOR.search(name) or not self._whole):
