@@ -146,6 +146,8 @@ def main(strategy: str, folder: Path) -> dict[str, Any]:
     pipeline = DPOPipeline(config)
     found["driver"] |= decided()
     del storage
+    for name in ("actor_train", "reference"):
+        getattr(pipeline, name).execute_all_sync("started")
     pipeline.run()
     found["steps"] = pipeline.state.log_history
     for name in ("actor_train", "reference"):

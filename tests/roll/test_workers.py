@@ -47,9 +47,14 @@ def driven(drivers: Ranks, folder: Path, strategy: str, **variables: str) -> dic
     command.chmod(0o755)
     path = os.pathsep.join((str(command.parent), os.environ["PATH"]))
     sites = (HERE / "site",)
-    return drive(
-        drivers, DRIVER, strategy, folder, paths=sites, timeout=900, PATH=path, **variables
-    )
+    job = (drivers, DRIVER, strategy, folder)
+    options: dict[str, Any] = {"paths": sites, "timeout": 900, "PATH": path, **variables}
+    try:
+        return drive(*job, **options)
+    except AssertionError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        return drive(*job, **options)  # a process took the port that ROLL had found free
 
 
 def column(found: dict[str, Any], key: str) -> list[Any]:

@@ -54,9 +54,19 @@ class Worker(ActorWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self, pipeline_config: Any) -> Any:
         self.digests: list[str] = []
+        self.error: Exception | None = None
         if self.worker_config.strategy_args.strategy_name.startswith("megatron"):
             _megatron_on_cpu()
-        return super().initialize(pipeline_config)
+        try:
+            return super().initialize(pipeline_config)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def started(self) -> None:
+        """Raise what ended the start, which ROLL's pipeline does not wait for."""
+        if self.error is not None:
+            raise self.error
 
     def loss_func(self, data: Any, output_tensor: torch.Tensor) -> Any:
         self.digests.append(_digest(self._models()))
