@@ -44,6 +44,12 @@ def test_states_as_configured_and_as_asked_for_by_name(on: On, on_cpu: Any) -> N
     assert bytes_of(trainer(on_cpu, arguments(bf16=True))) == 10
 
 
+def test_an_fp32_bucket_that_ms_swift_itself_chooses_is_not_written(on_cpu: Any) -> None:
+    bucket = {"accumulate_allreduce_grads_in_fp32": True, "main_grads_dtype": "fp32"}
+    for bf16, written in ((True, None), (False, True)):
+        assert adapter.read(arguments(bf16=bf16, **bucket)).bucket_in_fp32 is written
+
+
 def test_bf16_trains_as_without_the_shim(on: On, on_cpu: Any) -> None:
     def run() -> list[torch.Tensor]:
         made = trainer(on_cpu, arguments(bf16=True))

@@ -8,6 +8,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
+from precision_shim_adapters.nemo_rl.training.dtensor import written
 
 from .support import NEMO_RL, batch, each_kind, loss_for, optimizer, plain, policy_config
 
@@ -64,6 +65,14 @@ def test_a_dtype_that_nothing_reads(worker, shim, model) -> None:
     assert [one.code for one in audit.problems] == ["no-effect"]
     with worker("v2", "bfloat16", dtensor_cfg={**own, "mixed_precision": True}):
         assert precision_shim.status().audit[-1].problems == ()
+
+
+def test_the_dtype_of_loras_factors_is_written_where_they_are_trained() -> None:
+    lora = {"lora_cfg": {"enabled": True, "lora_dtype": "bfloat16"}}
+    (found,) = written({"dtensor_cfg": lora}, "policy")
+    assert (str(found), found.sets) == ("policy.dtensor_cfg.lora_cfg.lora_dtype=bfloat16", "params")
+    lora["lora_cfg"]["enabled"] = False
+    assert list(written({"dtensor_cfg": lora}, "policy")) == []
 
 
 def test_off_it_is_not_there(worker, shim) -> None:
