@@ -63,6 +63,12 @@ def test_a_dtype_that_nothing_reads(worker, shim, model) -> None:
     with pytest.warns(PrecisionShimWarning, match=told), worker("v2", "bfloat16", dtensor_cfg=low):
         (audit,) = precision_shim.status().audit
     assert [one.code for one in audit.problems] == ["no-effect"]
+    told = r"policy\.precison=float16 has no effect: nothing reads this key"
+    with (
+        pytest.warns(PrecisionShimWarning, match=told),
+        worker("v2", "bfloat16", precison="float16"),
+    ):
+        pass
     with worker("v2", "bfloat16", dtensor_cfg={**own, "mixed_precision": True}):
         assert precision_shim.status().audit[-1].problems == ()
 

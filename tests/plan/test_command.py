@@ -243,14 +243,14 @@ def test_an_illegal_job_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None
         read = job(LINE), request(model), RULES
         monkeypatch.setattr(plan_command, "_read", lambda *ignored, read=read: read)
         code, out, _ = command("plan", "--search", "--gpu-memory", "80", "--", *LINE)
-        assert (code, "search: actor fits 80 GB" in out) == (int(not searched), searched)
+        assert (code, "search: actor fits 80 GiB" in out) == (int(not searched), searched)
 
 
 def test_each_model_is_searched_by_itself() -> None:
     found = search(job(LINE), request(asked(), asked(trains=False)), RULES, 12.0 * GB)
     assert [(one.fits, bool(one.lines)) for one in found] == [(True, True), (True, False)]
     said = " ".join(" ".join(render_search(found, 12.0 * GB)).split())
-    assert "search: actor fits 12 GB with these lines optim.use_precision" in said
+    assert "search: actor fits 12 GiB with these lines optim.use_precision" in said
     assert said.endswith("models that are on the same GPUs at the same time add up")
 
 

@@ -28,14 +28,14 @@ def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str)
     if other is not None:
         return other
     held = [dtype for name in part.dtypes("params") if (dtype := parse_dtype(name)) is not None]
+    saved = "+".join(map(name_of, held))
     params = parse_dtype(str((here.config or {}).get("params_dtype", "")))
     if params is not None and any(torch.promote_types(one, params) is not params for one in held):
-        saved = "+".join(map(name_of, held))
         return Outcome("misread", f"torch would round its {saved} parameters to {name_of(params)}")
     shimmed = here.in_force(framework, FEATURE, group)
     told = "states are read in the dtypes that they were saved in"
     if params is None and held:
-        told += f", if the job keeps its parameters in {'+'.join(map(name_of, held))}"
+        told += f", if the job keeps its parameters in {saved}"
     if part.scaler.state == "none":
         told += "; it has no loss scaler's record, needed in fp16: see --config precision=fp16"
     return predict_scaler(framework, part, here, shimmed) or Outcome("exact", told)

@@ -43,7 +43,7 @@ def draw(plan: JobPlan, path: Path, memory: float | None = None) -> None:
             axes.bar(range(len(bars)), heights, bottom=below, label=name, width=0.7)
             below = [a + b for a, b in zip(below, heights, strict=True)]
     if memory is not None:
-        axes.axhline(memory, color="black", linewidth=1, linestyle="--", label=f"{memory:g} GB")
+        axes.axhline(memory, color="black", linewidth=1, linestyle="--", label=f"{memory:g} GiB")
     axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
     axes.set_ylabel("GiB per GPU")
     axes.set_title(f"{plan.framework} {plan.version or ''}, {plan.world_size} GPUs".strip())

@@ -47,11 +47,11 @@ def render(searched: list[Found], memory: float) -> Iterator[str]:
     gigabytes = memory / GB
     for found in searched:
         if not found.fits:
-            yield f"search: {found.subject}: no legal precision settings fit {gigabytes:g} GB"
+            yield f"search: {found.subject}: no legal precision settings fit {gigabytes:g} GiB"
         elif not found.lines:
-            yield f"search: {found.subject} fits {gigabytes:g} GB as it is"
+            yield f"search: {found.subject} fits {gigabytes:g} GiB as it is"
         else:
-            yield f"search: {found.subject} fits {gigabytes:g} GB with these lines"
+            yield f"search: {found.subject} fits {gigabytes:g} GiB with these lines"
             yield from (f"    {line}" for line in found.lines)
             yield from fold(f"which give up {found.gives_up}")
     if len(searched) > 1:

@@ -136,9 +136,10 @@ def load(job: Job) -> tuple[Any, list[str]]:
                 words = known
         note_command_line(config, words)
     except Exception as error:  # omegaconf and SkyRL raise various errors
+        # Other programs, and fine-tuning, have keys that SkyRL's RL config does not have.
+        near = _near(words) if own and not _tunes(job) else ""
         raise PlanError(
-            f"{_where()}, {job.target}: {said(error).rstrip('.')}. {_near(words)}Correct the "
-            "command line."
+            f"{_where()}, {job.target}: {said(error).rstrip('.')}. {near}Correct the command line."
         ) from error
     return config, unread
 
@@ -148,13 +149,12 @@ def _near(words: list[str]) -> str:
     from skyrl.train.config import SkyRLTrainConfig
 
     defaults = SkyRLTrainConfig()
+    known = list(_keys(defaults))
     keys = [word.partition("=")[0] for word in words]
     for key in (key for key in keys if not _has(defaults, key)):
         last = key.rpartition(".")[2]
-        elsewhere = [one for one in _keys(defaults) if one.rpartition(".")[2] == last]
-        near = get_close_matches(
-            key, elsewhere or list(_keys(defaults)), 1, 0.7 if elsewhere else 0.9
-        )
+        elsewhere = [one for one in known if one.rpartition(".")[2] == last]
+        near = get_close_matches(key, elsewhere, 1, 0.7) or get_close_matches(key, known, 1, 0.9)
         if near:
             return f"Did you mean {near[0]}? "
     return ""

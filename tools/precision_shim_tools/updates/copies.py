@@ -37,11 +37,12 @@ class Copies:
         # LoRA under any name.
         sizes = [p.numel() if p.requires_grad else -p.numel() for _, p in named]
         self._whole = sum(sizes) > 0
-        # torch cannot move a parameter of FSDP2 to which there are weak references.
-        self._own: dict[int, tuple[torch.dtype, str]] = {}
-        self._stepped = [its.stepped for its in reading.owned]  # keeps their ids their own
-        for its in reading.owned:
-            self._own[id(its.stepped)] = its.dtype, names.get(id(its.parameter), "")
+        # torch cannot move a parameter of FSDP2 to which there are weak references; the strong ones
+        # keep the ids valid.
+        self._own = {
+            id(its.stepped): (its.stepped, its.dtype, names.get(id(its.parameter), ""))
+            for its in reading.owned
+        }
 
     def dtype(self, stepped: torch.Tensor, rollout: Rollout | None) -> torch.dtype | None:
         """Return the dtype of a parameter's (or master's) copy; ``None`` if unknown, or no copy.
@@ -49,7 +50,7 @@ class Copies:
         ``rollout`` is what an adapter or the user said about the copies.
         """
         told = rollout or self._assumed
-        own, name = self._own.get(id(stepped), (stepped.dtype, ""))
+        _, own, name = self._own.get(id(stepped), (stepped, stepped.dtype, ""))
         if told.dtype is None or own not in DTYPES or _KEPT.search(name):
             return None
         if not told.factors and (_FACTOR.search(name) or not self._whole):

@@ -90,8 +90,7 @@ def follow_param_dtype(call: Call) -> Any:
 def scale_train_model(call: Call) -> Any:
     """Store a loss scaler on an fp16 model's ``FSDPStrategy``, if there is an optimizer."""
     model, optimizer, scheduler = call.proceed()
-    told = find_unscaled(call.instance.fsdp_config)
-    if optimizer is not None and told:
+    if optimizer is not None and (told := find_unscaled(call.instance.fsdp_config)):
         warn(told)
     if optimizer is not None and _is_fp16(call.instance):
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
