@@ -83,6 +83,36 @@ class Lock:
         self._renew()
 
 
+class Loading:
+    """Counts the threads in its ``with`` block, for which a fork waits as for a ``Lock``.
+
+    The threads do not exclude each other: one may wait for the other's import.
+    """
+
+    def __init__(self) -> None:
+        """Register with all later forks."""
+        self._threads: list[int] = []
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._before, after_in_child=self._in_child)
+
+    def __enter__(self) -> None:
+        self._threads.append(get_ident())
+
+    def __exit__(self, *_: object) -> None:
+        if get_ident() in self._threads:  # not after a fork inside the block
+            self._threads.remove(get_ident())
+
+    def _before(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while not {*self._threads} <= {get_ident()} and time.monotonic() < until:
+            time.sleep(0.0001)
+
+    def _in_child(self) -> None:
+        global interrupted
+        interrupted |= bool(self._threads)
+        self._threads.clear()
+
+
 def is_cut_off(module: str) -> bool:
     """Whether a module's import never completes because its thread exists only in the parent."""
     # No public API shows which thread imports a module. Without _module_locks, return False.

@@ -5,10 +5,9 @@ Data flows in one direction: settings -> seam engine -> adapter -> rules -> deci
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 from ..auditing import latest
 from ..errors import PrecisionShimError, SeamError, SettingsError
@@ -30,6 +29,7 @@ from .symbols import judge_version, missed, plain
 from .versions import describe, version_of
 
 _lock = _forks.Lock()
+_loading = _forks.Loading()
 
 
 class _Session:
@@ -67,42 +67,51 @@ class _Session:
 
     def start(self) -> None:
         standby.stop()  # from here on, the session's own watcher waits for imports
+        self.sleeper.watch(package for entry in self.asked for package in entry.packages)
         if self.fault is None:
             self.late = [_RAY] if ray.came_first() else []
             ray.enter()
-        for entry in self.asked:
-            if _current is not self:
-                return  # this is the child of a fork during an adapter's import
-            if any(package in sys.modules for package in entry.packages):
-                self.wake(entry)
-            else:
-                self.sleeper.watch(entry.packages)
-        if self.awake:
-            self.late += _optimizers_built()
+            self.late += _optimizers_built() if any(self.imported()) else []
         for text in self.late:
             _journal.tell(text)
 
-    def _wake(self, package: str) -> None:
+    def imported(self) -> Iterator[Adapter]:
+        """Yield the frameworks to patch that are imported, or are being imported."""
         for entry in self.asked:
-            if package in entry.packages:
-                self.wake(entry)
+            if any(package in sys.modules for package in entry.packages):
+                yield entry
 
-    def wake(self, entry: Adapter) -> None:
-        with _lock:
+    def _wake(self, package: str) -> None:
+        self.wake(entry for entry in self.asked if package in entry.packages)
+
+    def wake(self, entries: Iterable[Adapter]) -> None:
+        """Load frameworks' adapters. Call it without a lock: their code may import a framework."""
+        for entry in entries:
             if entry.framework in self.awake or entry.framework in self.broken:
-                return
-            try:
-                if self.fault is not None:
-                    raise self.fault
-                adapter = load(entry)
-            except (SeamError, SettingsError) as error:
-                self.broken[entry.framework] = error
-                self.engine.fault(entry.framework, error, entry.effects)
-                return
-            self.awake[entry.framework] = adapter
-            self.engine.add(adapter)
-            if not entry.by_name:
-                self._tell_without_effect(adapter)
+                continue
+            with _loading:
+                try:
+                    if self.fault is not None:
+                        raise self.fault
+                    found: Adapter | PrecisionShimError = load(entry)
+                except (SeamError, SettingsError) as error:
+                    found = error
+                with _lock:
+                    # In a child that was forked by the adapter's code, this is no longer _current.
+                    if _current is self:
+                        self._take_on(entry, found)
+
+    def _take_on(self, entry: Adapter, found: Adapter | PrecisionShimError) -> None:
+        if entry.framework in self.awake or entry.framework in self.broken:
+            return  # by another thread
+        if isinstance(found, PrecisionShimError):
+            self.broken[entry.framework] = found
+            self.engine.fault(entry.framework, found, entry.effects)
+            return
+        self.awake[entry.framework] = found
+        self.engine.add(found)
+        if not entry.by_name:
+            self._tell_without_effect(found)
 
     def _tell_without_effect(self, adapter: Adapter) -> None:
         features = {seam.feature for seam in adapter.seams}
@@ -126,15 +135,23 @@ _RAY = (
 
 
 def _optimizers_built() -> list[str]:
-    """Return a message on the optimizers in this process, which nothing can patch any more."""
-    base = getattr(sys.modules.get("torch.optim"), "Optimizer", ())
-    kinds = dict.fromkeys(map(type, gc.get_objects())) if base else {}
+    """Return messages on the classes of optimizers that were built, and that nothing can patch.
+
+    No search of all objects tells which optimizers still exist: gc.get_objects() breaks other
+    threads, because it returns tuples that they are building.
+    """
+    base = getattr(sys.modules.get("torch.optim"), "Optimizer", None)
+    kinds = [] if base is None else [base]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
     return [
-        f"{kind.__name__} was built before install(): this optimizer, its engine, loss scaler and "
-        "gradient buckets stay as they were built. Call install() before the framework builds its "
-        "engine, or build the engine again."
-        for kind in kinds
-        if issubclass(kind, base)
+        f"{kind.__name__} was built before install(): if this optimizer is still in use, it, its "
+        "engine, loss scaler and gradient buckets stay as they were built (audit(model, optimizer) "
+        "shows how). Call install() before the framework builds its engine, or build the engine "
+        "again."
+        for kind in dict.fromkeys(kinds)
+        # torch marks the ``step`` of a class when the first optimizer of the class is built.
+        if getattr(vars(kind).get("step"), "hooked", False)
     ]
 
 
@@ -176,6 +193,7 @@ def install(
     """
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
+        session.wake(session.imported())
         session.engine.catch_up()  # not under the lock: catch_up() waits for other threads' imports
         if session.settings.strict:
             for name in session.known:
@@ -191,7 +209,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Install without waiting for imports or raising seam errors; ``None`` if nothing is to do."""
+    """Install without loading adapters or raising seam errors; ``None`` if the shim is off."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
@@ -206,7 +224,7 @@ def _install(
         ):
             if export:
                 _export(_current, _current.settings)
-            return None
+            return _current
         known = entries()
         resolved = _settings.resolve(
             features=features,
@@ -224,10 +242,8 @@ def _install(
         if _current is None:
             _bad_start = ""
             _journal.verbosity = resolved["log"]
-            _current = session = _Session(resolved, offered(known, resolved))
-            session.start()
-            if _current is not session:
-                return None
+            _current = _Session(resolved, offered(known, resolved))
+            _current.start()
         if export:
             _export(_current, resolved)
         return _current
@@ -247,14 +263,17 @@ def start(*, export: bool = False) -> None:
         with _lock:
             standby.stop()
             try:
-                _install(export=export)
+                session = _install(export=export)
             except SettingsError as error:
+                session = None
                 _bad_start = f"not installed: {error}"
                 standby.say(_bad_start)
                 if os.environ.get(PREFIX, "").strip().lower() == "strict":
                     defaults = _settings.resolve(features=(), strict=True, environ={})
-                    _current = _Session(defaults, offered(entries(), defaults), error)
-                    _current.start()
+                    _current = session = _Session(defaults, offered(entries(), defaults), error)
+                    session.start()
+        if session is not None:
+            session.wake(session.imported())
     except (Exception, SystemExit) as error:  # a defect of the shim must not end the process
         standby.say(f"not installed: {error!r}")
 
@@ -297,9 +316,9 @@ if hasattr(os, "register_at_fork"):
 
 def status() -> Status:
     """Return the shim's status in this process; ``str(status())`` is one screen of text."""
+    if standby.waiting():
+        start()  # PRECISION_SHIM is set, but no framework was imported yet
     with _lock:
-        if standby.waiting():
-            start()  # PRECISION_SHIM is set, but no framework was imported yet
         session = _current
         why = _bad_start or (_why_off() if session is None else "")
         notes = [why, *_left_behind] if why else list(_left_behind)
