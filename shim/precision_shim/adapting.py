@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .auditing.latest import at_clear as at_uninstall
 from .errors import SettingsError
 from .process import settings as _settings
 from .process.framework import Adapter, Checkpoints
@@ -31,6 +32,7 @@ __all__ = [
     "Settings",
     "Symbol",
     "around",
+    "at_uninstall",
     "collect",
     "current_settings",
     "decide",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from packaging.version import Version
 
@@ -25,6 +27,16 @@ def test_alone(kind, worker, shim) -> None:
     assert (after.framework, after.subject) == ("nemo-rl", subject)
     assert (before.complete, after.complete, after.ok) == (False, True, True)
     assert [one.code for one in after.problems] == []
+
+
+@each_kind
+def test_dropped_workers_leave_no_audit(kind, worker, shim) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        assert len(precision_shim.status().audit) == 1
+    del one
+    gc.collect()
+    assert not precision_shim.status().audit
 
 
 def test_beside_loss_scaling(worker, shim) -> None:

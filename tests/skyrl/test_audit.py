@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -73,6 +74,14 @@ def test_other_models_on_fsdp_tell_their_keys(
 ) -> None:
     told = f"{word} has no effect: nothing reads this key. {remedy}"
     tell(shim, told, lambda: fsdp_worker(role, checkpoints["float32"], None, word))
+
+
+def test_dropped_workers_leave_no_audit(cpu: None, checkpoints: dict[str, Path], shim: Any) -> None:
+    shim()
+    for dtype in ("bf16", "fp16"):
+        fsdp_worker("policy", checkpoints["float32"], dtype)
+    gc.collect()
+    assert not precision_shim.status().audit
 
 
 def test_megatrons_flag_on_fsdp(cpu: None, checkpoints: dict[str, Path], shim: Any) -> None:

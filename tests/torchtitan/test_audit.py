@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,14 @@ def test_the_rl_trainer(policy: Any, shim: Any) -> None:
     assert part.scaler == "LossScaler"
     assert part.parameters == sum(one.numel() for one in trainer.model.parameters())
     assert "fp32/fp32 moments" in str(precision_shim.status())
+
+
+def test_dropped_trainers_leave_no_audit(policy: Any, pretrainer: Any, shim: Any) -> None:
+    shim()
+    for build in (policy, pretrainer):
+        build()
+    gc.collect()
+    assert not precision_shim.status().audit
 
 
 def test_pretraining(pretrainer: Any, shim: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -140,12 +141,117 @@ def test_what_was_built_before_is_told(toyfw, capsys):
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     assert ops().scale(3) == 6
-    with pytest.warns(PrecisionShimWarning, match="AdamW.* was built before install") as told:
+    with pytest.warns(PrecisionShimWarning, match=r"AdamW.*\) was built before install") as told:
         status = install()
     assert str(told[0].message) in status.notes
     assert "stay as they were built" in " ".join(str(status).split())
     precision_shim.uninstall()
     del optimizer
+
+
+def test_other_threads_do_not_notice_an_install(toyfw):
+    """A search of all objects would hand out the tuples that they are building."""
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    assert ops().scale(3) == 6
+    errors, stop = [], threading.Event()
+
+    def slow():
+        for number in range(40):
+            time.sleep(0)
+            yield number
+
+    def build_tuples():
+        try:
+            while not stop.is_set():
+                tuple(slow())
+        except SystemError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=build_tuples, daemon=True) for _ in range(2)]
+    for one in threads:
+        one.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionShimWarning)
+        for number in range(1, 21):
+            install(settings={"growth_interval": number, "log": "quiet"})
+    stop.set()
+    for one in threads:
+        one.join(60)
+    assert errors == []
+    del optimizer
+
+
+def test_an_adapter_may_wait_for_an_import_that_waits_for_another_adapter(toyfw, write_modules):
+    """One thread installs; another imports a framework, whose code imports a second one."""
+    write_modules(
+        {
+            "slowfw/__init__.py": """
+import threading
+
+started, go_on = threading.Event(), threading.Event()
+started.set()
+assert go_on.wait(60)
+import toyfw.ops
+""",
+            "slowfw_adapter.py": """
+import sys
+
+sys.modules["slowfw"].go_on.set()
+import slowfw
+from toyfw_adapter import ADAPTER as toys
+
+ADAPTER = toys.replace(framework="slowfw", distribution="slowfw", packages=("slowfw",), seams=())
+""",
+            "slowfw-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: slowfw\nVersion: 1.0\n",
+            "slowfw-1.0.dist-info/entry_points.txt": (
+                "[precision_shim.adapters]\nslowfw = slowfw_adapter:ADAPTER\n"
+            ),
+        }
+    )
+    code = f"""
+import json, os, sys, threading, time
+sys.path.insert(0, {str(toyfw)!r})
+import precision_shim
+
+def install():
+    precision_shim.install(frameworks=["slowfw", "toyfw"], export=False)
+
+threads = [threading.Thread(target=one, daemon=True) for one in (
+    lambda: __import__("slowfw"), install)]
+threads[0].start()
+while not hasattr(sys.modules.get("slowfw"), "started"):
+    time.sleep(0.001)
+threads[1].start()
+for one in threads:
+    one.join(20)
+stuck = any(one.is_alive() for one in threads)
+states = None if stuck else [
+    precision_shim.status().frameworks[name].state for name in ("slowfw", "toyfw")]
+print(json.dumps([stuck, states]), flush=True)
+os._exit(0)
+"""
+    assert fresh(code) == [False, ["absent", "wrapped"]]
+
+
+def test_a_relative_directory_is_the_same_in_a_child_that_starts_elsewhere(tmp_path):
+    code = """
+import json, os, subprocess, sys, precision_shim
+before = os.environ["PRECISION_SHIM_AUDIT_DIR"]
+child = "import precision_shim; print(precision_shim.install().settings['audit_dir'])"
+ours = precision_shim.install().settings["audit_dir"]
+os.chdir("elsewhere")
+theirs = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
+again = precision_shim.install(settings={"growth_interval": 7}).settings["audit_dir"]
+precision_shim.uninstall()
+after = os.environ["PRECISION_SHIM_AUDIT_DIR"]
+print(json.dumps([ours, theirs.stdout.strip(), again, after == before]))
+"""
+    (tmp_path / "elsewhere").mkdir()
+    code = f"import os; os.chdir({str(tmp_path)!r})\n{code}"
+    audits = str(tmp_path / "audits")
+    found = fresh(code, PRECISION_SHIM_AUDIT_DIR="audits")
+    assert found == [audits, audits, audits, True]
 
 
 def test_installing_twice_is_one_installation(toyfw):

@@ -91,7 +91,7 @@ def test_a_checkpoint_of_the_shims_loads_without_it(with_shim: Any, resumed: Any
 def test_engines_that_were_built_before_install_are_told(resumed: Any) -> None:
     for plain in resumed:
         (note,) = plain["late"]
-        assert note.startswith("AdamW was built before install(): ")
+        assert "AdamW) was built before install(): " in note
 
 
 def test_a_checkpoint_without_the_scaler_loads_with_one_warning(resumed: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from precision_shim.adapting import Call, seam
@@ -30,7 +31,7 @@ def audit(call: Call) -> Any:
         name,
         strategy.optimizer,
         model=strategy.model,
-        scaler=lambda: strategy.scaler,
+        scaler=(strategy, attrgetter("scaler")),
         mend=f"leave {name}.strategy_args.strategy_config.param_dtype out",
         wrote=written(strategy),
     )

@@ -110,6 +110,11 @@ class ScaledTraining:
         return training if isinstance(training, cls) else None
 
     @classmethod
+    def scaler_of(cls, owner: Any) -> Any:
+        """The loss scaler of the ``ScaledTraining`` that ``of`` returns, or ``None``."""
+        return getattr(cls.of(owner), "scaler", None)
+
+    @classmethod
     def of_attribute(
         cls, owner: Any, attribute: str, framework: str, subject: str
     ) -> ScaledTraining | None:

@@ -28,7 +28,7 @@ def watch(
     *,
     inner: torch.optim.Optimizer | None = None,
     model: Any = None,
-    scaler: Callable[[], Any] | None = None,
+    scaler: tuple[Any, Callable[[Any], Any]] | None = None,
     by_user: Callable[[Finding], bool] | None = None,
     told: Callable[[Finding], bool] | None = None,
     mend: str = "",
@@ -48,7 +48,8 @@ def watch(
         optimizer: the optimizer, in any form that ``audit`` accepts.
         inner: the torch optimizer within that gets the step hook; ``None``: ``optimizer`` itself.
         model: the model, in any form that ``audit`` accepts; stored as a weak reference.
-        scaler: function that returns the loss scaler of a torch optimizer.
+        scaler: the object that has the loss scaler of a torch optimizer, stored as a weak
+            reference, and a function of this object that returns the loss scaler.
         by_user: function that returns whether the user's own config caused a problem.
         told: function that returns whether the user has already been warned of a problem.
         mend: see ``rules.problems``.
@@ -67,7 +68,9 @@ def watch(
             known.look()
         return
     watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model)
-    watcher.scaler, watcher.by_user, watcher.told = scaler, by_user, told
+    watcher.by_user, watcher.told = by_user, told
+    if scaler is not None:  # a strong reference would keep a dropped engine's memory
+        watcher.scaler = weakref.ref(scaler[0]), scaler[1]
     watcher.mend, watcher.wrote = mend, tuple(wrote)
     latest.add(watcher)
     every = current_settings()["watch_updates"]
@@ -108,7 +111,7 @@ def _raise_if_strict(wrong: Sequence[str]) -> None:
 class _Watcher(latest.Watched):
     """Audits one optimizer; has only weak references to the optimizer and the model."""
 
-    scaler: Callable[[], Any] | None = None
+    scaler: tuple[weakref.ref[Any], Callable[[Any], Any]] | None = None
     by_user: Callable[[Finding], bool] | None = None
     told: Callable[[Finding], bool] | None = None
     mend = ""
@@ -147,11 +150,12 @@ class _Watcher(latest.Watched):
         optimizer = self._optimizer()
         if optimizer is None:
             return None
+        owner = self.scaler and self.scaler[0]()
         try:
             audit = look(
                 self.modules() or None,
                 optimizer,
-                scaler=self.scaler and self.scaler(),
+                scaler=None if self.scaler is None or owner is None else self.scaler[1](owner),
                 framework=self.framework,
                 subject=self.subject,
                 whole=False,

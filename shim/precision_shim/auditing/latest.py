@@ -98,13 +98,13 @@ def audits() -> list[Audit]:
 
 
 def at_clear(undo: Callable[[], object]) -> None:
-    """Register a function that ``clear`` calls."""
+    """Register a function for the next ``uninstall()``, or the next ``install()`` that differs."""
     _undo.append(undo)
 
 
 def clear() -> None:
     """Forget all audits and models, and call the functions registered with ``at_clear``."""
-    while _undo:
-        _undo.pop()()
     for each in (_watched, _names, rollouts, syncs):
         each.clear()
+    while _undo:
+        _undo.pop()()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..precision.dtypes import name_of
+from .reading import inside
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes in which copies of weights can be measured, the coarsest first."""
@@ -66,13 +67,11 @@ def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
 
 
 def _steppers(optimizer: Any) -> Iterator[Any]:
-    chained = (getattr(optimizer, name, None) for name in ("chained_optimizers", "optimizers"))
-    for inside in (*chained, optimizer):
-        if isinstance(inside, (list, tuple)):
-            for each in inside:
-                yield from _steppers(each)
-            return
-    if hasattr(optimizer, "register_step_post_hook"):
+    several = inside(optimizer)
+    if several is not None:
+        for each in several:
+            yield from _steppers(each)
+    elif hasattr(optimizer, "register_step_post_hook"):
         yield optimizer
     elif (inner := getattr(optimizer, "optimizer", None)) is not None:
         yield from _steppers(inner)

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import AuditError
 from ..process.registry import audit_readers
-from .reading import Reading, gradients_of, tensors_of, unique
+from .reading import Reading, gradients_of, inside, tensors_of, unique
 from .torch_reader import read_torch, shards_by_gathered
 
 _NO_HELPERS = ("builtins", "collections", "functools", "torch")
@@ -73,15 +73,11 @@ def _each(optimizer: Any) -> Iterator[Any]:
     """Yield the single optimizers in a list, a chain or a container of optimizers."""
     if optimizer is None:
         return
-    if isinstance(optimizer, (list, tuple)):
-        for inner in optimizer:
+    several = inside(optimizer)
+    if several is not None:
+        for inner in several:
             yield from _each(inner)
         return
-    for name in ("chained_optimizers", "optimizers"):
-        inside = getattr(optimizer, name, None)
-        if isinstance(inside, (list, tuple)):
-            yield from _each(inside)
-            return
     if not isinstance(optimizer, torch.optim.Optimizer) and not _reader(optimizer):
         raise AuditError(
             f"audit(optimizer=...): {_kind(optimizer)} is no optimizer that can be read; allowed: "

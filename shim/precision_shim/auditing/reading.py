@@ -25,6 +25,15 @@ _INNER = (
 """Attributes of TransformerEngine's quantized tensors that contain the wrapped tensors."""
 
 
+def inside(optimizer: Any) -> list[Any] | None:
+    """Return the optimizers in a chain, container or list; ``None`` for a single optimizer."""
+    names = ("chained_optimizers", "optimizers", "optimizers_dict")
+    for value in (*(getattr(optimizer, name, None) for name in names), optimizer):
+        if isinstance(value, (list, tuple, dict)):
+            return list(value.values()) if isinstance(value, dict) else list(value)
+    return None
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The dtypes in an optimizer's config; ``None`` for dtypes that the config does not set.

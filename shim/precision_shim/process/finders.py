@@ -18,6 +18,18 @@ else:
     Loader = object
 
 
+def take_out(finder: "object") -> None:
+    """Remove a finder from ``sys.meta_path``, if it is there.
+
+    ``sys.meta_path`` becomes another list: another thread's import may be iterating over the old
+    one, and would pass over a finder.
+    """
+    finders = sys.meta_path.copy()
+    if finder in finders:
+        finders.remove(finder)
+        sys.meta_path = finders
+
+
 class Watcher:
     """A ``sys.meta_path`` finder that reports imports of named modules and finds no module itself.
 
@@ -48,8 +60,7 @@ class Watcher:
     def remove(self) -> None:
         """Drop all names, and take this finder out of ``sys.meta_path``."""
         self._names.clear()
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        take_out(self)
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
 from ..auditing import latest
 from ..errors import PrecisionShimError, SeamError, SettingsError
@@ -30,6 +30,7 @@ from .versions import describe, version_of
 
 _lock = _forks.Lock()
 _loading = _forks.Loading()
+_AUDIT_DIR = _settings.TABLE["audit_dir"].variable
 
 
 class _Session:
@@ -71,47 +72,40 @@ class _Session:
         if self.fault is None:
             self.late = [_RAY] if ray.came_first() else []
             ray.enter()
-            self.late += _optimizers_built() if any(self.imported()) else []
+            self.late += _optimizers_built() if self.imported() else []
         for text in self.late:
             _journal.tell(text)
 
-    def imported(self) -> Iterator[Adapter]:
-        """Yield the frameworks to patch that are imported, or are being imported."""
-        for entry in self.asked:
-            if any(package in sys.modules for package in entry.packages):
-                yield entry
+    def imported(self) -> list[Adapter]:
+        """Return the frameworks to patch that are imported, or are being imported."""
+        return [one for one in self.asked if not sys.modules.keys().isdisjoint(one.packages)]
 
     def _wake(self, package: str) -> None:
         self.wake(entry for entry in self.asked if package in entry.packages)
 
     def wake(self, entries: Iterable[Adapter]) -> None:
-        """Load frameworks' adapters. Call it without a lock: their code may import a framework."""
+        """Load adapters. Do not hold a lock: their code may import a framework."""
         for entry in entries:
-            if entry.framework in self.awake or entry.framework in self.broken:
-                continue
-            with _loading:
-                try:
-                    if self.fault is not None:
-                        raise self.fault
-                    found: Adapter | PrecisionShimError = load(entry)
-                except (SeamError, SettingsError) as error:
-                    found = error
-                with _lock:
-                    # In a child that was forked by the adapter's code, this is no longer _current.
-                    if _current is self:
-                        self._take_on(entry, found)
+            if entry.framework not in (*self.awake, *self.broken):
+                with _loading:
+                    try:
+                        adapter, error = load(entry), self.fault
+                    except SeamError as failed:
+                        adapter, error = entry, self.fault or failed
+                    with _lock:
+                        self._take_on(entry, adapter, error)
 
-    def _take_on(self, entry: Adapter, found: Adapter | PrecisionShimError) -> None:
-        if entry.framework in self.awake or entry.framework in self.broken:
-            return  # by another thread
-        if isinstance(found, PrecisionShimError):
-            self.broken[entry.framework] = found
-            self.engine.fault(entry.framework, found, entry.effects)
+    def _take_on(self, entry: Adapter, adapter: Adapter, error: PrecisionShimError | None) -> None:
+        if _current is not self or entry.framework in (*self.awake, *self.broken):
+            return  # a fork's child, or another thread was faster
+        if error is not None:
+            self.broken[entry.framework] = error
+            self.engine.fault(entry.framework, error, entry.effects)
             return
-        self.awake[entry.framework] = found
-        self.engine.add(found)
+        self.awake[entry.framework] = adapter
+        self.engine.add(adapter)
         if not entry.by_name:
-            self._tell_without_effect(found)
+            self._tell_without_effect(adapter)
 
     def _tell_without_effect(self, adapter: Adapter) -> None:
         features = {seam.feature for seam in adapter.seams}
@@ -135,24 +129,23 @@ _RAY = (
 
 
 def _optimizers_built() -> list[str]:
-    """Return messages on the classes of optimizers that were built, and that nothing can patch.
+    """Return a message if optimizers were built in this process, which nothing can patch any more.
 
-    No search of all objects tells which optimizers still exist: gc.get_objects() breaks other
-    threads, because it returns tuples that they are building.
+    Whether they still exist is not known: gc.get_objects() would break other threads, because it
+    returns tuples that they are building.
     """
     base = getattr(sys.modules.get("torch.optim"), "Optimizer", None)
     kinds = [] if base is None else [base]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
+    # torch marks the ``step`` of a class when the first optimizer of the class is built.
+    built = {one.__name__ for one in kinds if getattr(vars(one).get("step"), "hooked", False)}
     return [
-        f"{kind.__name__} was built before install(): if this optimizer is still in use, it, its "
-        "engine, loss scaler and gradient buckets stay as they were built (audit(model, optimizer) "
-        "shows how). Call install() before the framework builds its engine, or build the engine "
-        "again."
-        for kind in dict.fromkeys(kinds)
-        # torch marks the ``step`` of a class when the first optimizer of the class is built.
-        if getattr(vars(kind).get("step"), "hooked", False)
-    ]
+        f"an optimizer ({', '.join(sorted(built))}) was built before install(): if it is still in "
+        "use, it, its engine, loss scaler and gradient buckets stay as they were built, which "
+        "precision_shim.audit(model, optimizer) shows. Call install() before the framework builds "
+        "its engine, or build the engine again."
+    ] * bool(built)
 
 
 _current: _Session | None = None
@@ -222,8 +215,7 @@ def _install(
             and _current.fault is None
             and all(argument is None for argument in asked)
         ):
-            if export:
-                _export(_current, _current.settings)
+            _export(_current, _current.settings, export)
             return _current
         known = entries()
         resolved = _settings.resolve(
@@ -244,8 +236,7 @@ def _install(
             _journal.verbosity = resolved["log"]
             _current = _Session(resolved, offered(known, resolved))
             _current.start()
-        if export:
-            _export(_current, resolved)
+        _export(_current, resolved, export)
         return _current
 
 
@@ -424,6 +415,8 @@ def _given_environment() -> dict[str, str]:
     environ = dict(os.environ)
     if _current is not None:
         _take_back(_current, environ)
+        if environ.get(_AUDIT_DIR):  # a relative path is relative to where install() was called
+            environ[_AUDIT_DIR] = os.environ[_AUDIT_DIR]
     return environ
 
 
@@ -436,9 +429,11 @@ def _take_back(session: _Session, environ: MutableMapping[str, str]) -> None:
                 environ[variable] = before
 
 
-def _export(session: _Session, resolved: Settings) -> None:
-    wanted = dict(resolved.given)
-    if _settings.switch() == "unset":
+def _export(session: _Session, resolved: Settings, arguments: bool) -> None:
+    wanted = dict(resolved.given) if arguments else {}
+    if resolved.origin["audit_dir"] == "variable":  # child processes may start elsewhere
+        wanted[_AUDIT_DIR] = resolved["audit_dir"]
+    if arguments and _settings.switch() == "unset":
         wanted[PREFIX] = "1"
     for variable, value in wanted.items():
         before = session.exported.get(variable, (os.environ.get(variable), ""))[0]

@@ -7,6 +7,7 @@ A process waits first with the finder of ``zz_precision_shim.py``, then with the
 import os
 import sys
 
+from .finders import take_out
 from .names import ON, VARIABLE
 
 TYPE_CHECKING = False
@@ -41,7 +42,7 @@ def stop() -> None:
     first = first_finder()
     if first is not None:
         called = True
-        sys.meta_path.remove(first)
+        take_out(first)
     if watcher is not None:
         watcher.remove()
         watcher = None

@@ -182,13 +182,24 @@ def through(function: Callable[..., Any], binding: Binding) -> Through:
         for name, default in binding.wanted:
             values[name] = given.get(name, default)
             if values[name] is REQUIRED:
-                wrapped(*args, **kwargs)  # the symbol raises its own TypeError
+                if not _binds(wrapped, args, kwargs):
+                    wrapped(*args, **kwargs)  # raises its own TypeError before its code runs
                 raise TypeError(
                     f"{binding.target} was called without {name!r}, which {name_of(function)} reads"
                 )
         return function(call, **values)
 
     return named
+
+
+def _binds(function: Any, args: Any, kwargs: Any) -> bool:
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin may lack a signature
+        pass
+    return True
 
 
 def around(

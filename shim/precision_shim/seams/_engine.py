@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
@@ -28,6 +28,12 @@ from ._source import Symbol
 
 _lock = Lock()
 """The lock of all seam engines; a process has only one seam engine at a time."""
+
+
+_REPLACED = (
+    "another tool has replaced the shim's wrapper since install(), and may not call it. Call "
+    "uninstall(), and install() after that tool"
+)
 
 
 @dataclass
@@ -103,10 +109,19 @@ class SeamEngine:
     def catch_up(self) -> None:
         """Wait for target modules that other threads are importing, and patch these modules.
 
+        Symbols that another tool has replaced become faults.
+
         ``Watcher`` misses imports that began before the ``Watcher`` was in place. The caller must
         hold no lock that a module's code may need.
         """
         with _lock:
+            for framework, known in self._known.items():
+                gone = [one.target for one in self.report(framework) if one.reason == _REPLACED]
+                if gone:
+                    where = f"{self._describe(known.adapter)}: {', '.join(dict.fromkeys(gone))}"
+                    error = SeamError(f"{where}: {_REPLACED}")
+                    self._faults.setdefault(framework, []).append(error)
+                    self._on_fault(framework, error)
             slow = [
                 row.seam.module
                 for known in self._known.values()
@@ -268,7 +283,13 @@ class SeamEngine:
             known = self._known.get(framework)
             if known is None:
                 return ()
-            return tuple(row.status(known.adapter) for row in known.rows)
+            replaced = self._sites.replaced()
+            return tuple(
+                replace(row, state="refused", reason=_REPLACED).status(known.adapter)
+                if row.state == "wrapped" and row.seam.target in replaced
+                else row.status(known.adapter)
+                for row in known.rows
+            )
 
     def faults(self, framework: str) -> tuple[PrecisionShimError, ...]:
         """Return the errors of a framework's refused groups of seams, oldest first."""

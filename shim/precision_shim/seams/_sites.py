@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Layer:
         return self.made[1]
 
 
-@dataclass
+@dataclass(eq=False)
 class Site:
     """A patched symbol with its original value, wrappers (innermost first) and current value."""
 
@@ -65,6 +66,22 @@ class Site:
     def holds(self) -> bool:
         """Whether the symbol still has the value that the shim assigned to it."""
         return vars(self.parent).get(self.name) is self.top
+
+    def is_reached(self) -> bool:
+        """Whether calls still come to our wrapper, as far as ``__wrapped__`` and bases show."""
+
+        def ours(value: Any) -> bool:
+            bound_to = getattr(value, "_self_parent", None)
+            return self.top in (value, bound_to, *getattr(value, "__mro__", ()))
+
+        try:
+            value = locate(self.target)[2]
+        except (AttributeError, KeyError, SeamError):  # the module or a class is gone
+            return self.holds()
+        try:
+            return ours(inspect.unwrap(value, stop=ours))
+        except ValueError:  # it wraps itself
+            return False
 
     def layer(self, key: object) -> Layer | None:
         """Return the symbol's wrapper with this key, or ``None``."""
@@ -112,6 +129,11 @@ class Sites:
         for site in self._sites:
             if site.target.partition(":")[0] == module and not site.holds():
                 site.stale = True
+
+    def replaced(self) -> set[str]:
+        """Return the targets whose wrapper another tool has replaced."""
+        held = {site.target for site in self._sites if site.is_reached()}
+        return {site.target for site in self._sites if not site.stale} - held
 
     def remove(self) -> list[str]:
         """Undo all patches, the latest first; see ``SeamEngine.remove``."""
@@ -208,7 +230,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace each old value in ``gone`` by its new value, in all modules."""
     kinds = {type(before) for before, _ in gone.values()}
     for module in list(sys.modules.values()):
-        names = _contents(module)
+        names = _contents(module)  # another thread may add names: read copies
         # Most modules contain no value of these types, and comparing types is the fastest check.
         if kinds.isdisjoint(map(type, list(names.values()))):
             continue

@@ -64,7 +64,7 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         # For ``Class.method(obj)``, wrapt treats ``obj`` as ``self`` only if ``obj`` is an instance
         # of ``owner``. Several subclasses may access one inherited wrapper.
         for kind in getattr(owner, "__mro__", ()):
-            if any(value is self for value in vars(kind).values()):
+            if any(value is self for value in list(vars(kind).values())):
                 return kind
         return owner  # another tool's wrapper called __get__() with the defining class as ``owner``
 

@@ -38,7 +38,9 @@ def test_an_audit_that_fails_costs_the_audit(shim: Any) -> None:
     shim()
     model, optimizer = made()
     with pytest.warns(PrecisionShimWarning, match="the audit of AdamW failed: ZeroDivisionError"):
-        automatic.watch("verl", "actor", optimizer, model=model, scaler=lambda: 1 / 0)
+        automatic.watch(
+            "verl", "actor", optimizer, model=model, scaler=(model, lambda model: 1 / 0)
+        )
     step(model, optimizer)
     assert latest.audits() == []
 
@@ -55,6 +57,25 @@ def test_the_audit_of_an_optimizer_that_is_gone_is_forgotten(shim: Any) -> None:
     step(*second)
     (later,) = precision_shim.status().audit
     assert (left.before_step, later.before_step) == (True, False)
+
+
+def test_a_dropped_engine_leaves_no_audit(shim: Any) -> None:
+    class Engine:
+        """Has what an engine of a framework has."""
+
+        def __init__(self) -> None:
+            self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+            self.model, self.optimizer = made()
+            options = {"model": self.model, "scaler": (self, lambda engine: engine.scaler)}
+            automatic.watch("verl", "actor", self.optimizer, **options)
+
+    shim()
+    engine = [Engine() for _ in range(6)].pop()
+    gc.collect()
+    assert len(precision_shim.status().audit) == 1
+    step(engine.model, engine.optimizer)
+    (audit,) = precision_shim.status().audit
+    assert audit.complete
 
 
 def test_the_audit_of_a_frozen_model_is_kept_while_the_model_is(shim: Any) -> None:
@@ -80,7 +101,8 @@ def test_under_warnings_as_errors_it_is_said_and_not_raised(
     shim: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shim()
-    automatic.watch("verl", "actor", made()[1], scaler=lambda: 1 / 0)
+    model, optimizer = made()
+    automatic.watch("verl", "actor", optimizer, scaler=(model, lambda model: 1 / 0))
     assert "the audit of AdamW failed" in capsys.readouterr().err
 
 
@@ -148,7 +170,8 @@ def test_the_second_audit_is_after_the_first_step_and_the_last(shim: Any) -> Non
 def test_a_problem_warns_unless_the_user_was_told(shim: Any, told: bool) -> None:
     shim()
     model, optimizer = made(torch.float16)
-    options = {"scaler": lambda: torch.amp.GradScaler("cpu", enabled=False), "told": lambda _: told}
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    options = {"scaler": (model, lambda _: off), "told": lambda _: told}
     if told:
         automatic.watch("verl", "actor", optimizer, model=model, **options)
     else:
@@ -160,7 +183,11 @@ def test_a_problem_warns_unless_the_user_was_told(shim: Any, told: bool) -> None
 def test_strict_raises_unless_the_user_wrote_it(by_user: bool) -> None:
     model, optimizer = made(torch.float16)
     off = torch.amp.GradScaler("cpu", enabled=False)
-    options = {"scaler": lambda: off, "by_user": lambda _: by_user, "told": lambda _: True}
+    options = {
+        "scaler": (model, lambda _: off),
+        "by_user": lambda _: by_user,
+        "told": lambda _: True,
+    }
     precision_shim.install(features=["audit"], export=False, strict=True)
     try:
         if by_user:

@@ -23,8 +23,12 @@ def many(a, *rest, c=3, **more):
     return a, rest, c, more
 
 
+CALLED = []
+
+
 def hidden_by_decorator(function):
     def inner(*args, **kwargs):
+        CALLED.append(args)
         return function(*args, **kwargs)
 
     return inner
@@ -215,8 +219,10 @@ def test_a_hidden_symbol_has_the_defaults_of_its_source(shape):
 def test_a_hidden_default_that_is_no_literal(shape):
     shapes, _ = shape("computed", "reads")
     assert shapes.computed(1, 5, c=6) == (1, 5, 6)
+    shapes.CALLED.clear()
     with pytest.raises(TypeError, match=r"toy\.shapes:computed was called without 'b'.*reads"):
         shapes.computed(1)
+    assert shapes.CALLED == []  # the refusal comes before the symbol's code
 
 
 @pytest.mark.parametrize(

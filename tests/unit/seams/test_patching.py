@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 
@@ -217,6 +218,47 @@ def test_another_tools_wrapper_over_ours_survives_uninstall(lab):
     assert OPS in left[0]
     assert ops.scale is foreign
     assert ops.scale(3) == ("theirs", 6)
+
+
+def test_a_symbol_that_another_tool_replaced_is_told_by_status_and_install(lab):
+    engine = lab.install(lab.seam(OPS), lab.seam("toy.ops:Box.make"))
+    ops = lab.ops
+    ours, ops.scale = ops.scale, lambda value: value
+    one, other = engine.report("toy")
+    assert (one.state, other.state) == ("refused", "wrapped")
+    assert "another tool has replaced the shim's wrapper" in one.reason
+    engine.catch_up()
+    ((framework, said),) = lab.faults
+    assert framework == "toy"
+    assert said.startswith("toy 1.0: toy.ops:scale: another tool has replaced")
+    assert [str(error) for error in engine.faults("toy")] == [said]
+    ops.scale = ours
+    assert lab.states(engine) == ["wrapped"] * 2
+
+
+@pytest.mark.parametrize("name", ["scale", "Box.add", "Box.make"])
+def test_another_tools_wrapper_that_names_ours_replaces_nothing(lab, name):
+    engine = lab.install(lab.seam(f"toy.ops:{name}"))
+    owner = lab.ops.Box if "." in name else lab.ops
+    name = name.rpartition(".")[2]
+    ours = getattr(owner, name)
+
+    @functools.wraps(ours)
+    def foreign(*args):
+        return ("theirs", ours(*args))
+
+    setattr(owner, name, staticmethod(foreign) if name == "make" else foreign)
+    engine.catch_up()
+    assert lab.states(engine) == ["wrapped"]
+    assert lab.faults == []
+
+
+def test_a_class_that_another_tool_replaced_is_told_unless_it_inherits(lab):
+    engine = lab.install(lab.seam("toy.ops:Box.add"))
+    lab.ops.Box = type("Crate", (lab.ops.Box,), {})
+    assert lab.states(engine) == ["wrapped"]
+    lab.ops.Box = type("Crate", (), {"add": lambda self, amount: amount})
+    assert lab.states(engine) == ["refused"]
 
 
 def test_names_imported_by_value_are_given_back_also_beneath_another_tools_wrapper(lab):

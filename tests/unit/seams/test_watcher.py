@@ -100,6 +100,29 @@ def test_a_module_that_does_not_exist_fails_as_without_us(watch, write_modules):
     assert seen == []
 
 
+def test_removal_makes_no_import_pass_over_a_finder(watch, write_modules):
+    """As when ``uninstall()`` comes while another thread's import asks the finders in turn."""
+    write_modules(MODULES)
+    finders = sys.meta_path
+    watcher = Watcher(lambda name: None)
+
+    class Slow:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            watcher.remove()
+
+    here = len(finders) - 1
+    finders.insert(here, Slow)  # before the last finder, which finds the module
+    watcher.watch(["toy"])
+    try:
+        assert importlib.import_module("toy.ops").READY
+    finally:
+        sys.meta_path = finders
+        finders.remove(Slow)
+        if watcher in finders:
+            finders.remove(watcher)
+
+
 def test_looking_for_a_spec_reports_nothing(watch, write_modules):
     write_modules(MODULES)
     seen = watch("toy.ops")

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, seam, version_of, warn
+from precision_shim.adapting import Call, at_uninstall, current_settings, seam, version_of, warn
 from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
 from precision_shim.files.metadata import NAME as METADATA
 from precision_shim.files.metadata import read_metadata
@@ -89,12 +89,23 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     if not config.use_precision_aware_optimizer or by_user:
         return
     setattr(config, _ADDED, True)
+    _drop_unused()
+    at_uninstall(_drop_unused)
     for name in _OWN:
         value = getattr(config, name, None)
         if isinstance(value, float):
             own = value * 1.0  # creates a new float object, which float(value) would not
             _own_floats[id(own)] = own
             setattr(config, name, own)
+
+
+def _drop_unused() -> None:
+    """Drop the floats that no config and no optimizer holds any more."""
+    held = [(0, object()), *_own_floats.items()]
+    alone, *counts = [sys.getrefcount(pair[1]) for pair in held]
+    for (key, _), count in zip(held[1:], counts, strict=True):
+        if count == alone + 1:  # the reference of ``_own_floats``
+            del _own_floats[key]
 
 
 def is_added_by_shim(config: Any) -> bool:

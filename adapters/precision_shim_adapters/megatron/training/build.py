@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import current_settings, decide, in_force, versioned
+from precision_shim.adapting import at_uninstall, current_settings, decide, in_force, versioned
 from precision_shim.precision.model import TrainableDtypes
 
 from ..installed import fused_adam_support
@@ -123,6 +123,7 @@ def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Request
     For a reference model whose construction no seam can wrap; ``ddp_config`` is weakly referenced.
     """
     _references[ddp_config] = Build(framework, read)
+    at_uninstall(_references.clear)
 
 
 def build_around(ddp_config: Any) -> Build | None:

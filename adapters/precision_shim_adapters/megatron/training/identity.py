@@ -20,6 +20,10 @@ class ByIdentity(Generic[Value]):
         self._kept = {key: kept for key, kept in self._kept.items() if kept[0]() is not None}
         self._kept[id(thing)] = weakref.ref(thing), value
 
+    def clear(self) -> None:
+        """Forget all objects."""
+        self._kept.clear()
+
     def get(self, thing: Any) -> Value | None:
         """The value of an object; ``None`` if it has none."""
         kept = self._kept.get(id(thing))

@@ -33,7 +33,7 @@ def see(worker: Any) -> None:
             subject,
             optimizer,
             model=worker.model,
-            scaler=lambda: getattr(ScaledTraining.of(worker), "scaler", None),
+            scaler=(worker, ScaledTraining.scaler_of),
             mend=f"{subject}.hf_config_overrides.dtype=float32",
             wrote=written(worker.cfg, subject),
         )

@@ -116,6 +116,8 @@ def _outermost(instance: Any, what: str) -> Iterator[bool]:
         yield True
     finally:
         inside.discard(what)
+        if not inside:
+            del instance.__dict__["_precision_shim_inside"]
 
 
 @seam(at=_at_method("__init__"), why=INHERITED, **_FP16)

@@ -48,7 +48,7 @@ def look_at_worker(call: Call) -> Any:
             role,
             worker.optimizer,
             model=worker.model,
-            scaler=lambda: getattr(ScaledTraining.of(strategy), "scaler", None),
+            scaler=(strategy, ScaledTraining.scaler_of),
             mend="bf16=False of SkyRL's model",
             wrote=wrote,
         )

@@ -41,7 +41,7 @@ def _see(trainer: Any, subject: str) -> None:
         # In a skipped step no inner optimizer steps. All have states once the last has stepped.
         inner=optimizers[-1],
         model=trainer.model_parts,
-        scaler=lambda: getattr(ScaledTraining.of(trainer), "scaler", None),
+        scaler=(trainer, ScaledTraining.scaler_of),
         mend=f"{prefix}training.dtype=float32",
         wrote=written(trainer.config.training, prefix),
     )

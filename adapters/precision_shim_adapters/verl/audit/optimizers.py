@@ -53,8 +53,6 @@ def audit(call: Call) -> Any:
     if optimizer is None:  # a reference model has no optimizer
         return result
     parts, subject = inside(optimizer), fsdp.subject_of(owner)
-    if parts and not hasattr(optimizer, "optimizers"):
-        optimizer.optimizers = list(parts)  # the audit reads ``optimizers`` of a container
     config = getattr(owner, "engine_config", None)
     strategy = fsdp.read_key(config, "strategy")
     section = strategy if strategy in ("veomni", "torchtitan") else "fsdp_config"
@@ -67,7 +65,7 @@ def audit(call: Call) -> Any:
         optimizer,
         inner=parts[-1] if parts else None,
         model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
-        scaler=lambda: getattr(owner, "scaler", None),
+        scaler=(owner, lambda owner: getattr(owner, "scaler", None)),
         mend=mend,
         wrote=fsdp.written(
             fsdp.config_of(owner),

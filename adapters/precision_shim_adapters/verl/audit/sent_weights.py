@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from precision_shim.adapting import Call, seam
+from precision_shim.adapting import Call, at_uninstall, seam
 from precision_shim.auditing import meters, weight_audit
 from precision_shim.errors import DtypeError
 
@@ -129,5 +129,6 @@ def know_legacy_rollout(call: Call) -> Any:
         if weight_audit.is_wanted():
             _tell_asked(worker)
             _legacy[:] = [type(worker).__module__]
+            at_uninstall(_legacy.clear)
         meters.tell_rollout(worker.actor_optimizer, dtypes.rollout_dtype(worker.config))
     return result
