@@ -74,6 +74,7 @@ def worker(model: Path) -> Callable[..., contextlib.AbstractContextManager[Any]]
         with nemo_rl_on_cpu():
             actor_class(kind)
             _freeze(kind)
-            yield make_worker(kind, policy_config(model, precision, kind, **changes), **given)
+            made = make_worker(kind, policy_config(model, precision, kind, **changes), **given)
+            yield made  # this frame refers to it, and so its audit stays
 
     return make

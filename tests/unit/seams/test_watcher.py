@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import threading
+from importlib.machinery import PathFinder
 
 import pytest
 
@@ -111,9 +112,8 @@ def test_removal_makes_no_import_pass_over_a_finder(watch, write_modules):
         def find_spec(name, path=None, target=None):
             watcher.remove()
 
-    here = len(finders) - 1
-    finders.insert(here, Slow)  # before the last finder, which finds the module
-    watcher.watch(["toy"])
+    finders.insert(finders.index(PathFinder), Slow)  # PathFinder finds the module
+    watcher.watch(["elsewhere"])
     try:
         assert importlib.import_module("toy.ops").READY
     finally:
