@@ -88,10 +88,11 @@ class _Session:
         for entry in entries:
             if entry.framework not in (*self.awake, *self.broken):
                 with _loading:
+                    error: PrecisionShimError | None = self.fault
                     try:
-                        adapter, error = load(entry), self.fault
+                        adapter = load(entry)
                     except SeamError as failed:
-                        adapter, error = entry, self.fault or failed
+                        adapter, error = entry, error or failed
                     with _lock:
                         self._take_on(entry, adapter, error)
 
