@@ -260,7 +260,7 @@ def shards(job: Job) -> dict[str, Any]:
         "norms": [float(norm), float(expected), float(clipped)],
         "moved": support.bits(support.parameters(one.module)) != before,
         "skipped": one.scaler.counter.skipped,
-        "kinds": {str(p.dtype) for p in held},
+        "kinds": sorted({str(p.dtype) for p in held}),
     }
 
 
