@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.errors import PrecisionShimWarning
+from precision_shim.errors import PrecisionShimWarning, SeamError
 
 from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
 from ..every_framework.checkpoint_doctor import ask, verdict
@@ -195,6 +195,37 @@ def test_a_batch_after_a_step_that_failed(
     anew.optimizer.zero_grad()
     assert train(anew, 0)[1] == norm
     assert torch.equal(parameters(anew), parameters(straight))
+
+
+def own_step(self: Any, optimizer: Any, model: Any, scheduler: Any, **kwargs: Any) -> Any:
+    """SkyRL's step, as a user writes it anew: clips, checks, steps."""
+    norm = torch.nn.utils.clip_grad_norm_(model.model.parameters(), self.max_norm).full_tensor()
+    if torch.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+@pytest.mark.parametrize("scale", [1024.0, 2.0**40])
+@pytest.mark.parametrize("patched", [False, True], ids=["subclass", "monkey patch"])
+def test_a_step_of_the_users_own_is_an_error(
+    make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, patched: bool, scale: float
+) -> None:
+    """At 2**40 the user's check lets no step through."""
+    from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy
+    from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker as module
+
+    shim(settings={"loss_scale_init": scale})
+    if patched:
+        monkeypatch.setattr(FSDPStrategy, "optimizer_step", own_step)
+    else:
+        mine = type("Mine", (FSDPStrategy,), {"optimizer_step": own_step})
+        monkeypatch.setattr(module, "FSDPStrategy", mine)
+    worker = make()
+    before = parameters(worker)
+    with pytest.raises(SeamError, match=r"policy: .*optimizer_step, which is not the framework's"):
+        [train(worker, seed) for seed in range(2)]
+    assert torch.equal(before, parameters(worker))
 
 
 # -- checkpoints -----------------------------------------------------------------------------

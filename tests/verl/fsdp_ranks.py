@@ -241,6 +241,65 @@ def faults(job: Job) -> dict[str, Any]:
 
 
 @case
+def shards(job: Job) -> dict[str, Any]:
+    """Train fp16 shards whose gradients' norm is far above 256."""
+    install(loss_scale_init=1.0, growth_interval=1)
+    one = support.engine(job.model, model_dtype="fp16", optimizer={"fused": True}, lr=1e-3)
+    before = support.bits(support.parameters(one.module))
+    with one.train_mode():
+        one.optimizer_zero_grad()
+        weights = (2.0**10, 2.0**10)
+        one.forward_backward_batch(
+            support.batch(0), support.loss_function(weights), forward_only=False
+        )
+        held = [p for p in one.module.parameters() if p.grad is not None]
+        expected = torch.cat([p.grad.full_tensor().double().flatten() for p in held]).norm()
+        norm = one.optimizer_step()
+        clipped = torch.cat([p.grad.full_tensor().double().flatten() for p in held]).norm()
+    return {
+        "norms": [float(norm), float(expected), float(clipped)],
+        "moved": support.bits(support.parameters(one.module)) != before,
+        "skipped": one.scaler.counter.skipped,
+        "kinds": sorted({str(p.dtype) for p in held}),
+    }
+
+
+@case
+def own_step(job: Job) -> dict[str, Any]:
+    """Drop gradients on purpose and save; then a user's step that unscales nothing."""
+    found: dict[str, Any] = {}
+    for scale in (2.0**10, 2.0**40):  # at 2**40 the user's check lets no step through
+        precision_shim.uninstall()
+        install(loss_scale_init=scale)
+        one = support.engine(job.model)
+        with one.train_mode():
+            for step in range(2):
+                one.forward_backward_batch(
+                    support.batch(step), support.loss_function(), forward_only=False
+                )
+                one.optimizer_zero_grad()
+        one.save_checkpoint(job.path(f"dropped {scale}"), global_step=1)
+        one.load_checkpoint(job.path(f"dropped {scale}"), del_local_after_load=False)
+
+        def mine(self: Any) -> float:
+            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0).full_tensor()
+            if torch.isfinite(norm):
+                self.optimizer.step()
+            return norm.item()
+
+        type(one).optimizer_step = mine
+        before = support.bits(support.parameters(one.module))
+        try:
+            support.train(one, range(2))
+            found[str(scale)] = ""
+        except precision_shim.PrecisionShimError as error:
+            found[str(scale)] = f"{type(error).__name__}: {error}"
+        del type(one).optimizer_step
+        found["unmoved"] = support.bits(support.parameters(one.module)) == before
+    return found
+
+
+@case
 def contents(job: Job) -> dict[str, Any]:
     """Test partial checkpoints, rotation, a second save, a remote load, and a reference model."""
     install()

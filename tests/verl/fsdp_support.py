@@ -126,6 +126,7 @@ def engine(
     initialize: bool = True,
     overrides: Mapping[str, Any] | None = None,
     lr: float = 1e-2,
+    optimizer: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
     """A real FSDP2 engine of the installed verl.
@@ -141,6 +142,7 @@ def engine(
         initialize: whether to build the model and optimizer.
         overrides: further overrides of the model's HF config.
         lr: learning rate.
+        optimizer: the optimizer's ``override_optimizer_config``.
         fields: further fields of FSDPEngineConfig.
     """
     from verl.trainer.config import CheckpointConfig
@@ -172,7 +174,9 @@ def engine(
     one = kinds[critic](
         model_config,
         FSDPEngineConfig(**values),
-        FSDPOptimizerConfig(lr=lr, total_training_steps=40),
+        FSDPOptimizerConfig(
+            lr=lr, total_training_steps=40, override_optimizer_config=dict(optimizer or {})
+        ),
         CheckpointConfig(save_contents=list(contents), load_contents=list(load or contents)),
     )
     if initialize:

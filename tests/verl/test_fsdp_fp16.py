@@ -205,6 +205,25 @@ def test_a_file_that_cannot_be_written_loses_no_checkpoint(faults: Any) -> None:
         assert {"optim_world_size_2_rank_0.pt", "extra_state_world_size_2_rank_1.pt"} <= set(files)
 
 
+def test_the_norm_of_fp16_shards_is_taken_in_fp32(fsdp_ranks: Ranks) -> None:
+    """torch sums the squares of the ranks' norms in fp16: from 256 on the norm is inf."""
+    for one in fsdp_ranks("shards"):
+        norm, expected, clipped = one["norms"]
+        assert one["kinds"] == ["torch.float16"]
+        assert expected > 1000
+        assert norm == pytest.approx(expected, rel=2.0**-10)
+        assert clipped == pytest.approx(1.0, rel=2.0**-8)
+        assert (one["moved"], one["skipped"]) == (True, 0)
+
+
+def test_a_step_of_the_users_own_is_an_error(fsdp_ranks: Ranks) -> None:
+    (one,) = fsdp_ranks("own_step", world=1)
+    for scale, what in ((2.0**10, "a step came"), (2.0**40, "gradients were dropped")):
+        assert one[str(scale)].startswith(f"SeamError: verl {VERL}: actor: {what}")
+        assert "FSDPEngineWithLMHead.optimizer_step, which is not" in one[str(scale)]
+    assert one["unmoved"]
+
+
 # -- what the user sees ------------------------------------------------------------------------
 
 

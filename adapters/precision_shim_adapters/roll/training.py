@@ -24,7 +24,7 @@ from precision_shim.scaling import ScalerSettings
 from ..torch_fp16 import FEATURE, ScaledTraining
 from ..torch_fp16.files import files_of_rank, save_after
 from ..torch_fp16.states import make_missing_states
-from ..torch_fp16.stepping import note_skip
+from ..torch_fp16.stepping import NormsInFp32, note_skip
 from .checkpoints import FSDP2, has_states
 
 GROUP = FSDP2
@@ -52,7 +52,7 @@ def make(call: Call, model_provider: Any) -> Any:
     result = call.proceed()
     strategy = call.instance
     if type(strategy.scaler) is ShardedGradScaler:  # keep a user's own subclass
-        ScaledTraining.make(
+        training = ScaledTraining.make(
             "roll",
             strategy.worker_config.name,
             device=next(strategy.model.parameters()).device.type,
@@ -60,6 +60,7 @@ def make(call: Call, model_provider: Any) -> Any:
             framework_default=ScalerSettings(),
             drives=False,
         ).keep(strategy, "scaler")
+        training.guard(strategy, "train_step", lambda strategy: (strategy.optimizer,))
     return result
 
 
@@ -114,6 +115,13 @@ def step(call: Call) -> Any:
     if key in found:  # a call that only accumulates gradients returns no norm
         found[key] = training.norm(found[key])
     return {**found, **training.metrics(f"{name}/")}
+
+
+@seam(f"{STRATEGY}._clip_grad_norm", why="takes the norm of fp16 adapters in fp16", **HERE)
+def clip(call: Call) -> Any:
+    """Compute the gradients' norm in fp32."""
+    with NormsInFp32():
+        return call.proceed()
 
 
 @contextmanager

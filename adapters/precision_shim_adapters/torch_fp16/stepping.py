@@ -1,4 +1,4 @@
-"""Wrappers for a framework's loss function and for an optimizer's step."""
+"""Wrappers for a framework's loss function, norm of the gradients and optimizer's step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import wrapt
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 
 
 class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -31,6 +34,29 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
         for hook in self._self_hooks:
             hook(result if isinstance(result, torch.Tensor) else result[0])
         return result
+
+
+class NormsInFp32(TorchFunctionMode):
+    """A context in which torch computes the norm of fp16 tensors in fp32.
+
+    torch returns it in fp16, and FSDP2 also sums the squares of the ranks' norms in fp16: a norm
+    from 256 on can become inf, with which clipping sets finite gradients to zero.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, with fp32 as the dtype of the norms that it computes."""
+        given, dtype = kwargs or {}, {"dtype": torch.float32}
+        if function is torch._foreach_norm and args[0][0].dtype is torch.float16:
+            # DTensor's ``_foreach_norm`` takes no dtype in torch 2.15
+            return [torch.linalg.vector_norm(one, *args[1:], **dtype) for one in args[0]]
+        if function in _NORMS and args[0].dtype is torch.float16:
+            given = {**dtype, **given}
+        elif function is torch.Tensor.to and args[0].dtype is torch.float32 and not args[0].ndim:
+            # FSDP1 rounds the norm, and the factor that clips, to the gradients' dtype
+            args = tuple(torch.float32 if one is torch.float16 else one for one in args)
+        return function(*args, **given)
 
 
 @contextmanager
@@ -83,10 +109,15 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
             optimizer.step(*args, **kwargs)
 
 
-def has_gradients(optimizer: Optimizer) -> bool:
-    """Whether any parameter has a gradient."""
-    return any(
-        parameter.grad is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The gradients of an optimizer's parameters."""
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return [one.grad for one in parameters if one.grad is not None]
+
+
+def moves_nothing(optimizer: Optimizer) -> bool:
+    """Whether a step finds no gradient, or, as torch's own for a checkpoint, only zeros."""
+    if any(group.get("lr") for group in optimizer.param_groups):
+        return not gradients_of(optimizer)
+    local = (getattr(one, "to_local", one.detach)() for one in gradients_of(optimizer))
+    return not any(one.any() for one in local)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from torch.optim import Optimizer
 from precision_shim import scaling
 from precision_shim.adapting import current_settings, decide, versioned, warn
 from precision_shim.errors import (
+    LossScaleError,
     ScalerCheckpointError,
     ScalerOfAnotherSaveError,
     SeamError,
@@ -26,7 +30,7 @@ from precision_shim.scaling import FILE_NAME, Files, LossScaler, ScalerSettings
 
 from .settings import FEATURE, chosen, settings_for
 from .states import fault_of_moments
-from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
+from .stepping import NormsInFp32, ScaledLoss, gradients_of, moves_nothing, note_skip, steps_through
 
 _ATTRIBUTE = "_precision_shim_training"
 """Attribute of a framework's object: ``keep`` sets it, and ``of`` reads it."""
@@ -37,10 +41,10 @@ _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_trainin
 class ScaledTraining:
     """Training with loss scaling of one model that has a torch optimizer.
 
-    An adapter calls ``make`` and ``keep`` where the framework makes the optimizer, and ``attach``
-    or ``scaled`` where it computes the loss. The adapter enters ``one_step`` around a function that
-    clips and steps once; around a loop of several steps, ``several_steps``, with
-    ``before_clipping`` before each clipping. ``norm`` and ``metrics`` are for the metrics; ``save``
+    An adapter calls ``make``, ``keep`` and ``guard`` where the framework makes the optimizer, and
+    ``attach`` or ``scaled`` where it computes the loss. The adapter enters ``one_step`` around a
+    function that clips and steps once; around a loop of several steps, ``several_steps``, with
+    ``before_clipping`` around each clipping. ``norm`` and ``metrics`` are for the metrics; ``save``
     and ``restore``, or ``record`` and ``restore_record``, for checkpoints.
 
     Attributes:
@@ -57,6 +61,8 @@ class ScaledTraining:
         self.scaler, self.drives = scaler, drives
         self._optimizer: Optimizer | None = None  # set only within ``several_steps``
         self._skipped = False
+        self._watched: WeakSet[Optimizer] = WeakSet()
+        self._guard: tuple[Any, ...] = (lambda: None), "", None, ""
 
     @classmethod
     def make(
@@ -82,6 +88,7 @@ class ScaledTraining:
         scaler = LossScaler(settings, device=device, process_group=process_group)
         training = cls(framework, subject, scaler, drives=drives)
         scaler.check_first(training._refuse_moments)
+        scaler.check_each(training._before_backward)
         return training
 
     def _refuse_moments(self, optimizer: Optimizer) -> None:
@@ -102,6 +109,67 @@ class ScaledTraining:
         if attribute:
             setattr(owner, attribute, self.scaler)
         return self
+
+    def guard(
+        self, owner: Any, step: str, optimizers: Callable[[Any], Iterable[Any]], package: str = ""
+    ) -> None:
+        """Raise an error before torch's optimizer takes a step with scaled gradients.
+
+        Also raise it before a backward pass, if the last gradients were dropped, and the function
+        that steps is not the framework's own. A framework's own function may drop gradients.
+
+        Args:
+            owner: the framework's object that steps.
+            step: the path of the function that steps, in ``owner``.
+            optimizers: returns the owner's optimizers; called when a backward pass begins.
+            package: the package of the framework's own function, if not the framework's name.
+        """
+        package = package or self.framework.replace("-", "_")
+        self._guard = weakref.ref(owner), step, optimizers, package
+
+    def _watch(self, optimizers: Iterable[Any]) -> None:
+        for each in optimizers:
+            if isinstance(each, Optimizer) and each not in self._watched:
+                self._watched.add(each)
+                each.register_step_pre_hook(self._refuse_scaled)
+
+    def _before_backward(self) -> None:
+        owner, _, optimizers, _ = self._guard
+        instance = owner()
+        if instance is None:
+            return
+        self._watch(optimizers(instance))
+        if not self._ours.scaled or not self._replaced:
+            return
+        groups = [group["params"] for each in self._watched for group in each.param_groups]
+        held = [one for group in groups for one in group if one.numel()]
+        if held and all(one.grad is None for one in held):
+            raise self._half("gradients were dropped")
+
+    def _refuse_scaled(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._ours.scaled and not moves_nothing(optimizer):
+            raise self._half("a step came")
+
+    @property
+    def _replaced(self) -> str:
+        """The name of the function that steps, if it is not the framework's own; else empty."""
+        owner, step, _, package = self._guard
+        name, *path = step.split(".")
+        found = inspect.getattr_static(owner(), name, None)
+        for attribute in path:
+            found = getattr(found, attribute, found)
+        own = (getattr(found, "__module__", None) or "").partition(".")[0] == package
+        return "" if owner() is None or own else f"{type(owner()).__name__}.{name}"
+
+    def _half(self, what: str) -> SeamError:
+        name = self._replaced
+        own = f"by {name}, which is not the framework's own"
+        where = own if name else "where the shim does not look"
+        return SeamError(
+            f"{self._where}: {self.subject}: {what} before the gradients were unscaled: they were "
+            f"clipped or stepped {where}. Let the framework's own function clip and step, leave "
+            f"the feature out with PRECISION_SHIM_FEATURES=-{FEATURE}, or train in bfloat16."
+        )
 
     @classmethod
     def of(cls, owner: Any) -> ScaledTraining | None:
@@ -173,23 +241,24 @@ class ScaledTraining:
         self._skipped = False
         with self._forgets_after_errors(optimizer):
             if not self.takes_part(optimizer):
-                yield
+                with NormsInFp32():
+                    yield
                 return
             scaler = self._ours
             scaler.unscale_once(optimizer)
             tried = scaler.counter.steps
-            with self._stepping(optimizer, inner):
+            with NormsInFp32(), self._stepping(optimizer, inner):
                 yield
-        if scaler.counter.steps == tried:  # the function made no step; count an overflow, if any
-            scaler.settle(optimizer)
-            self._skipped = scaler.counter.in_row > 0
+        if scaler.counter.steps == tried:
+            scaler.settle(optimizer, skipped=True)
+            self._skipped = True
 
     def takes_part(self, optimizer: Optimizer) -> bool:
         """Whether ``drives`` is true and this or another rank may have a gradient.
 
         Under FSDP1 a rank that owns no trainable element must join the all-reduce of overflows.
         """
-        return self.drives and (self._ours.shares_overflows or has_gradients(optimizer))
+        return self.drives and (self._ours.shares_overflows or bool(gradients_of(optimizer)))
 
     @contextmanager
     def several_steps(
@@ -225,13 +294,8 @@ class ScaledTraining:
     def _stepping(self, optimizer: Optimizer, inner: Sequence[Optimizer]) -> Iterator[None]:
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._refuse_scaled(optimizer)
             scaler = self._ours
-            if not scaler.is_unscaled(optimizer):
-                raise SeamError(
-                    f"{self._where}: a step came before the gradients were unscaled, so that they "
-                    "were clipped while scaled: this version takes their norm elsewhere. Leave the "
-                    f"feature out with PRECISION_SHIM_FEATURES=-{FEATURE}, or train in bfloat16."
-                )
             result = scaler.step(optimizer, *args, **kwargs)
             scaler.update()
             self._skipped = scaler.counter.in_row > 0
@@ -239,6 +303,7 @@ class ScaledTraining:
                 note_skip(optimizer, inner, *args, **kwargs)
             return result
 
+        self._watch(inner or (optimizer,))
         self._optimizer = optimizer
         try:
             with self.in_progress(), steps_through(step, optimizer):
@@ -246,10 +311,11 @@ class ScaledTraining:
         finally:
             self._optimizer = None
 
-    def before_clipping(self) -> None:
-        """Unscale the gradients once per step, before the loop computes their norm."""
+    def before_clipping(self) -> NormsInFp32:
+        """Unscale the gradients once per step; return a context in which to compute their norm."""
         if self._optimizer is not None:
             self._ours.unscale_once(self._optimizer)
+        return NormsInFp32()
 
     @property
     def skipped(self) -> bool:
@@ -259,8 +325,18 @@ class ScaledTraining:
         return isinstance(self.scaler, LossScaler) and self.scaler.counter.in_row > 0
 
     def norm(self, norm: Any) -> Any:
-        """Return the last step's grad norm, or NaN in the norm's shape if the step was skipped."""
+        """Return the last step's grad norm, or NaN in the norm's shape if the step was skipped.
+
+        Raises:
+            LossScaleError: a step was taken although the norm is not finite.
+        """
         if not self.skipped:
+            if isinstance(self.scaler, LossScaler) and not math.isfinite(norm):
+                raise LossScaleError(
+                    f"{self._where}: {self.subject}: the gradients are finite, but their norm is "
+                    f"{float(norm)}, so that clipping set them to zero and the step learned "
+                    "nothing. Keep the parameters in fp32, or train in bfloat16."
+                )
             return norm
         return torch.full_like(norm, math.nan) if isinstance(norm, torch.Tensor) else math.nan
 

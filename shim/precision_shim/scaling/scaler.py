@@ -68,6 +68,9 @@ class LossScaler(ShardedGradScaler):
     and context-parallel ranks skip the same steps and have the same scale. As with GradScaler, each
     step copies overflow flags and scale from the device in one transfer.
 
+    Attributes:
+        scaled: whether a backward pass has added scaled gradients since the last ``unscale_``.
+
     Args:
         settings: see ``ScalerSettings``.
         device: device type of the gradients, ``"cuda"`` or ``"cpu"``.
@@ -88,6 +91,8 @@ class LossScaler(ShardedGradScaler):
         self._last_scale: float | None = None
         self._overflow: bool | None = None
         self._check: Callable[[torch.optim.Optimizer], None] | None = None
+        self._check_each: Callable[[], None] | None = None
+        self.scaled = False
         super().__init__(
             device=device,
             init_scale=self.settings.init_scale,
@@ -100,6 +105,22 @@ class LossScaler(ShardedGradScaler):
     def check_first(self, check: Callable[[torch.optim.Optimizer], None]) -> None:
         """Call a function with the optimizer before the first step unscales its gradients."""
         self._check = check
+
+    def check_each(self, check: Callable[[], None]) -> None:
+        """Call a function when the backward pass of a loss begins."""
+        self._check_each = check
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        if self._check_each is not None:
+            self._check_each()
+        self.scaled = True
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply outputs by the scale, and note the backward pass of a single tensor."""
+        result = super().scale(outputs)
+        if self._enabled and isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
+        return result
 
     @property
     def loss_scale(self) -> float:
@@ -145,6 +166,7 @@ class LossScaler(ShardedGradScaler):
         self._make_ready(loss.device)
         assert self._scale is not None
         scale = self._scale.to(loss.device, non_blocking=True)
+        loss.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
         loss.register_hook(lambda grad: (grad * scale).type(grad.dtype))  # type: ignore[no-untyped-call]
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
@@ -166,6 +188,7 @@ class LossScaler(ShardedGradScaler):
             self._check(optimizer)
             self._check = None
         self._make_ready()
+        self.scaled = False
         if dist.is_available() and dist.is_initialized():
             super().unscale_(optimizer)
         else:
@@ -213,6 +236,7 @@ class LossScaler(ShardedGradScaler):
             LossScaleError: ``max_skips`` steps in a row were skipped.
         """
         super().update(new_scale)
+        self.scaled = False
         if not self._enabled:
             return
         assert self._scale is not None
@@ -245,11 +269,12 @@ class LossScaler(ShardedGradScaler):
         self.load_state_dict({**vars(self.settings), **scale})
         self.counter = SkipCounter(self.settings.max_skips)
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def settle(self, optimizer: torch.optim.Optimizer, *, skipped: bool = False) -> None:
         """Update the scale after a framework's loop took a step, or skipped it as non-finite.
 
         For a loop that tests the norm of the unscaled gradients itself, and calls ``unscale_once``
-        before each step and ``settle`` after it instead of this scaler's ``step``.
+        before each step and ``settle`` after it instead of this scaler's ``step``. ``skipped``: the
+        loop took no step, on any rank. That is an overflow, even if only the norm is not finite.
 
         Raises:
             LossScaleError: see ``update``.
@@ -257,7 +282,10 @@ class LossScaler(ShardedGradScaler):
         if not self._enabled:
             return
         self.unscale_once(optimizer)
-        self._look(self._per_optimizer_states[id(optimizer)])
+        state = self._per_optimizer_states[id(optimizer)]
+        for flag in state["found_inf_per_device"].values() if skipped else ():
+            flag.fill_(1)
+        self._look(state)
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
@@ -265,7 +293,7 @@ class LossScaler(ShardedGradScaler):
         if not self._enabled:
             return
         self._per_optimizer_states.pop(id(optimizer), None)
-        self._overflow = None
+        self._overflow, self.scaled = None, False
 
     def _make_ready(self, device: torch.device | None = None) -> None:
         # torch creates the scale's tensor in scale(), which attach() never calls.

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import precision_shim
 from precision_shim.errors import (
+    LossScaleError,
     PrecisionShimWarning,
     ScalerCheckpointError,
     ScalerOfAnotherSaveError,
@@ -301,11 +303,108 @@ def test_a_step_whose_gradients_were_not_unscaled_is_an_error():
     training.attach(loss)
     loss.backward()
     with (
-        pytest.raises(SeamError, match=r"toy: a step came before .*FEATURES=-fp16-scaling"),
+        pytest.raises(SeamError, match=r"toy: model: a step came before .*FEATURES=-fp16-scaling"),
         training.several_steps(optimizer),
     ):
         optimizer.step()
     assert ScaledTraining.current() is None
+
+
+class Stepping:
+    """A trainer whose step belongs to a framework ``toy``, unless a test replaces it."""
+
+    def __init__(self):
+        self.parameter = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.AdamW([self.parameter], lr=0.5)
+        self.training = make(growth_interval=400)
+        self.training.guard(self, "step", lambda trainer: (trainer.optimizer,))
+
+    def backward(self, weight=1.0):
+        loss = (self.parameter * weight).sum()
+        self.training.attach(loss)
+        loss.backward()
+
+    def step(self):
+        with self.training.one_step(self.optimizer):
+            clip([self.parameter])
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+Stepping.step.__module__ = "toy.trainer"
+
+
+def users_own(self):
+    if torch.isfinite(clip([self.parameter])):
+        self.optimizer.step()
+    self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["subclass", "monkey patch"])
+def test_a_step_that_is_not_the_shims_is_an_error(patched, monkeypatch):
+    """The first step, or, if the user's check lets none through, the next backward pass."""
+    kind = Stepping if patched else type("Mine", (Stepping,), {})
+    one, other = kind(), kind()
+    one.backward()
+    one.step()
+    monkeypatch.setattr(kind, "step", users_own)
+    before = one.parameter.detach().clone()
+    one.backward()
+    with pytest.raises(SeamError, match=rf"a step came .*{kind.__name__}\.step, which is not"):
+        one.step()
+    assert torch.equal(one.parameter, before)
+    other.backward(math.inf)
+    other.step()
+    with pytest.raises(SeamError, match=rf"were dropped .*{kind.__name__}\.step, which is not"):
+        other.backward()
+    assert torch.equal(other.parameter, torch.ones(3))
+
+
+def test_what_is_no_step_stays_legal():
+    class Mine(Stepping):
+        def step(self):
+            super().step()
+
+    for one in (Stepping(), Mine()):
+        for _ in range(3):
+            one.backward()
+        with torch.no_grad():
+            one.training.attach((one.parameter * 2).sum())
+        one.training.attach((one.parameter * 2).sum())  # evaluated, without a backward pass
+        one.step()
+        assert one.training.scaler.counter.steps == 1
+    one = Stepping()
+    for _ in range(2):  # batches dropped on purpose, and a save before the first step
+        one.backward()
+        one.optimizer.zero_grad()
+        get_optimizer_state_dict(torch.nn.ParameterList([one.parameter]), one.optimizer)
+    one.optimizer.step()  # finds no gradient
+    one.backward()
+    one.step()
+    assert one.training.scaler.counter.steps == 1
+
+
+def test_a_step_skipped_for_its_norm_alone_counts():
+    one = Stepping()
+    for _ in range(24):
+        one.backward()
+        with one.training.one_step(one.optimizer):
+            pass  # as a loop that finds the norm not finite
+        assert math.isnan(one.training.norm(math.inf))
+    assert one.training.scaler.get_scale() == 1.0
+    assert one.training.scaler.counter.in_row == 24
+    one.backward()
+    with pytest.raises(LossScaleError), one.training.one_step(one.optimizer):
+        pass
+
+
+def test_a_step_with_a_norm_that_is_not_finite_is_an_error():
+    """Clipping by it sets the gradients to zero."""
+    one = Stepping()
+    one.backward()
+    one.step()
+    with pytest.raises(LossScaleError, match="their norm is inf"):
+        one.training.norm(torch.tensor(math.inf))
 
 
 def test_a_loss_function_that_returns_the_loss_alone():

@@ -257,9 +257,10 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 def unscale_first(call: Call) -> Any:
     """Unscale the gradients before the worker computes their norm and clips them."""
     training = ScaledTraining.current()
-    if training is not None:
-        training.before_clipping()
-    return call.proceed()
+    if training is None:
+        return call.proceed()
+    with training.before_clipping():
+        return call.proceed()
 
 
 def add_figures(result: dict[str, Any], figures: Mapping[str, float]) -> None:

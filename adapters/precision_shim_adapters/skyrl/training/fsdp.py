@@ -96,7 +96,9 @@ def scale_train_model(call: Call) -> Any:
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
         device, because = call.instance.device_mesh.device_type, scaled_because(subject)
         training = ScaledTraining.make("skyrl", subject, device=device, because=because)
-        training.keep(call.instance)
+        training.keep(call.instance).guard(
+            call.instance, "optimizer_step", lambda strategy: (optimizer,)
+        )
         decide("skyrl", subject, FEATURE, *AUTOCAST)
     return model, optimizer, scheduler
 

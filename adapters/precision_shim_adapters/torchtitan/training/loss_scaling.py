@@ -60,10 +60,14 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
         schedule._loss_fn = ScaledLoss(schedule._loss_fn, attach)
 
 
-def ready(training: ScaledTraining, trainer: Any) -> None:
-    """Store the loss-scaling object on the optimizers; report attention's and experts' dtypes."""
+def ready(training: ScaledTraining, trainer: Any, step: str) -> None:
+    """Store the loss-scaling object on the optimizers; report attention's and experts' dtypes.
+
+    ``step``: the path of the trainer's function that steps.
+    """
     for optimizer in trainer.optimizers:
         training.keep(optimizer)
+    training.guard(trainer, step, lambda trainer: trainer.optimizers)
     attention.tell(training.subject, trainer.model_parts)
 
 
@@ -78,8 +82,8 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     training = ScaledTraining.current()
     if training is None or training.framework != FRAMEWORK:
         return call.proceed()
-    training.before_clipping()
-    norm = call.proceed()
+    with training.before_clipping():
+        norm = call.proceed()
     overflow = training.scaler.overflow if isinstance(training.scaler, LossScaler) else None
     if overflow is None:
         return norm

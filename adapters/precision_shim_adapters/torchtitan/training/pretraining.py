@@ -51,7 +51,7 @@ def build(call: Call, config: Any) -> None:
             )
 
     scale_innermost(trainer, attach)
-    ready(training, trainer)
+    ready(training, trainer, "train_step")
 
 
 def _has_our_loop(trainer: Any) -> bool:

@@ -71,7 +71,7 @@ def build_trainer(call: Call, config: Any) -> None:
     trainer = call.instance
     training = ScaledTraining.of(trainer)
     if training is not None:
-        ready(training, trainer)
+        ready(training, trainer, "optim_step._method")
     elif computes_in_float16(config.training) and not _own_endpoints(trainer):
         own = _list_overridden(trainer, "_build_model")
         if own:

@@ -15,7 +15,7 @@ from precision_shim.auditing.automatic import watch
 from precision_shim.precision.dtypes import parse_dtype
 
 from ..training import fsdp
-from ..training.engines import AUTOMODEL, GROUPS, SINCE, TITAN, VEOMNI, in_fp32, inside
+from ..training.engines import AUTOMODEL, GROUPS, SINCE, TITAN, VEOMNI, in_fp32
 from .sent_weights import FEATURE, LEGACY
 
 _BUILDS = {VEOMNI: "_build_model_optimizer", AUTOMODEL: "initialize", TITAN: "initialize"}
@@ -52,7 +52,7 @@ def audit(call: Call) -> Any:
     owner, optimizer = call.instance, fsdp.optimizer_of(call.instance)
     if optimizer is None:  # a reference model has no optimizer
         return result
-    parts, subject = inside(optimizer), fsdp.subject_of(owner)
+    parts, subject = fsdp.inside(optimizer), fsdp.subject_of(owner)
     config = getattr(owner, "engine_config", None)
     strategy = fsdp.read_key(config, "strategy")
     section = strategy if strategy in ("veomni", "torchtitan") else "fsdp_config"

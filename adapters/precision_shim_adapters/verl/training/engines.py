@@ -121,14 +121,6 @@ def tell_unscaled(config: Any, computes: torch.dtype | None) -> None:
         warn(message)
 
 
-def inside(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers in VeOmni's or torchtitan's container; empty for a single optimizer."""
-    parts = getattr(optimizer, "optimizers_dict", None)
-    if parts:
-        return tuple(parts.values())
-    return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
-
-
 TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
 
 

@@ -192,6 +192,8 @@ def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
         drives=drives,
     )
     training.keep(owner, _SCALER)
+    step = "optimizer_step" if hasattr(owner, "optimizer_step") else "_optimizer_step"
+    training.guard(owner, step, optimizers_of)
 
 
 def training_of(owner: Any) -> torch_fp16.ScaledTraining | None:
@@ -219,6 +221,20 @@ def optimizer_of(instance: Any) -> Any:
     """The optimizer of an engine, or of a legacy actor or critic."""
     names = ("optimizer", "critic_optimizer", "actor_optimizer")
     return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
+
+
+def optimizers_of(instance: Any) -> tuple[Any, ...]:
+    """The optimizers of an engine, or of a legacy actor or critic, instead of their container."""
+    optimizer = optimizer_of(instance)
+    return inside(optimizer) or (optimizer,)
+
+
+def inside(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers in VeOmni's or torchtitan's container; empty for a single optimizer."""
+    parts = getattr(optimizer, "optimizers_dict", None)
+    if parts:
+        return tuple(parts.values())
+    return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
 
 
 def values_of(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:

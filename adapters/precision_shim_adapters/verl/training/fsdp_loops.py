@@ -13,8 +13,8 @@ from precision_shim.adapting import Call, Symbol, seam
 
 from ... import torch_fp16
 from . import fsdp
-from .engines import AUTOMODEL, TITAN, TURBO, VEOMNI, inside, on
-from .fsdp import training_of
+from .engines import AUTOMODEL, TITAN, TURBO, VEOMNI, on
+from .fsdp import inside, training_of
 
 
 def native_loop(symbol: Symbol, settings: Any) -> str | None:

@@ -14,6 +14,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 from ...frameworks import TITAN_PRETRAINING, TORCHTITAN
 from ...torch_fp16 import FEATURE
 from .engines import IN_FP16, TITAN, in_fp16, is_fp16, on
+from .fsdp import optimizers_of
 
 BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
 
@@ -51,7 +52,7 @@ def build(call: Call, engine_config: Any) -> Any:
         autocast_in_fp16(part, get_device_name())
     training = ScaledTraining.of(engine.trainer)
     if training is not None and not engine_config.forward_only:
-        training.keep(engine, "scaler")
+        training.keep(engine, "scaler").guard(engine, "optimizer_step", optimizers_of, "verl")
     return result
 
 

@@ -13,8 +13,8 @@ import torch
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 
-from .engines import IN_FP16, VEOMNI, in_fp16, inside, is_fp16, on, scale
-from .fsdp import read_key
+from .engines import IN_FP16, VEOMNI, in_fp16, is_fp16, on, scale
+from .fsdp import inside, read_key
 
 BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
 
