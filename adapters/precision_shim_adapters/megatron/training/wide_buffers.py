@@ -38,7 +38,7 @@ def keep_wide_buffers(call: Call, module: Any) -> Any:
         (owner, name, buffer)
         for owner in module.modules()
         for name, buffer in owner.named_buffers(recurse=False)
-        if buffer.dtype in (torch.float32, torch.float64) and not _follows_model(owner, name)
+        if buffer.dtype in (torch.float32, torch.float64) and not follows_model(owner.__class__, name)
     ]
     result = call.proceed()
     kept = set()
@@ -53,13 +53,8 @@ def keep_wide_buffers(call: Call, module: Any) -> Any:
     return result
 
 
-def _follows_model(owner: Any, name: str) -> bool:
-    kind: Any = type(owner)
-    return bool(_only_computes(kind, name))
-
-
 @cache
-def _only_computes(kind: Any, name: str) -> bool:
+def follows_model(kind: type, name: str) -> bool:
     """Whether a module's class declares no dtype for a buffer, and only computes with it.
 
     Gemma 4's layers multiply their hidden states by such a buffer; in fp32 it would make them fp32.
