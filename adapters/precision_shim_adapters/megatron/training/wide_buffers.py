@@ -21,6 +21,7 @@ from precision_shim.adapting import Call, seam
 from ..policy.requested import DISPATCH, MOSTLY, SCALING
 from .build import DIRECT, current_build
 
+_WIDE = (torch.float32, torch.float64)
 _DECLARES = re.compile(r"float32|float64|torch\.(float|double)\b|\.(float|double)\(")
 
 
@@ -38,7 +39,7 @@ def keep_wide_buffers(call: Call, module: Any) -> Any:
         (owner, name, buffer)
         for owner in module.modules()
         for name, buffer in owner.named_buffers(recurse=False)
-        if buffer.dtype in (torch.float32, torch.float64) and not follows_model(owner.__class__, name)
+        if buffer.dtype in _WIDE and not follows_model(owner.__class__, name)
     ]
     result = call.proceed()
     kept = set()
