@@ -20,7 +20,7 @@ party's adapter cannot be loaded, only these functions raise its import error.""
 MEGATRON_PATHS = {
     "megatron checkpoint states": "Megatron (states in checkpoints)",
     "megatron checkpoint keys": "Megatron (keys in checkpoints)",
-    "megatron-fsdp": "Megatron-FSDP (overflows)",
+    "megatron-fsdp": "Megatron-FSDP",
     "megatron weights alone": "Megatron (weights loaded without states)",
     "megatron offloaded states": "Megatron (resume of an offloaded optimizer)",
     "audit": "Megatron's optimizers",

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import precision_shim.testing
+from precision_shim.adapting import around
 from precision_shim_adapters.megatron import adapter
+from precision_shim_adapters.megatron.checkpoints.parameter_state import spread_parameters
 
 from ..audit import builds
 from ..every_framework.taken_out import leaves_nothing_behind, namespaces, refused_whole
@@ -145,6 +147,25 @@ def test_a_loss_scaled_twice_is_refused(on: On, one_process: Any) -> None:
         trainer.backward(0)
     trainer.optimizer.scale_loss = lambda loss: own(loss * SCALE)  # a large loss weight
     trainer.backward(0)
+
+
+# -- a load ------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_owns_no_parameter_loads(
+    one_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows no device; NCCL, for which the ``all_reduce`` here stands, takes no CPU tensor."""
+
+    def nccl(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+
+    optimizer = Trainer.of(builds.Build()).optimizer.chained_optimizers[0]
+    monkeypatch.setattr(optimizer, "model_param_group_index_map", {})
+    monkeypatch.setattr(torch.distributed, "all_reduce", nccl)
+    state: dict[str, Any] = {"param_state": {}}
+    loaded = around(spread_parameters, lambda state_dict: "loaded", optimizer, (state,), {})
+    assert loaded == "loaded"
 
 
 # -- patched only if named, and removed --------------------------------------------------------

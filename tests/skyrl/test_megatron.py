@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
-from precision_shim_adapters.skyrl.config import written_kwargs
+from precision_shim_adapters.skyrl.config import written_bucket
 from precision_shim_adapters.skyrl.training.megatron import of_worker
 
 from .conftest import SKYRL
@@ -317,6 +318,34 @@ def test_overrides_in_the_old_style(
     config = train_config("generator.backend=vllm", "trainer.strategy=megatron", *extra)
     megatron = config.trainer.policy.megatron_config
     name = PRECISION_AWARE.rpartition(".")[2]
-    assert written_kwargs(megatron) == ({name} if written else set())
-    assert ("grad_reduce_in_fp32" in vars(megatron.ddp_config)) == written
-    assert megatron.ddp_config.grad_reduce_in_fp32 is True
+    assert isinstance(megatron.optimizer_config_kwargs[name], bool) == written
+    assert not megatron.optimizer_config_kwargs[name]
+    assert written_bucket(megatron.ddp_config) is (True if written else None)
+    assert megatron.ddp_config.grad_reduce_in_fp32 == True  # noqa: E712
+
+
+@pytest.mark.parametrize("by", ["replace", "asdict"])
+@pytest.mark.parametrize("written", [None, True, False])
+def test_a_copied_default_stays_a_default(
+    skyrl: None, shim: Any, by: str, written: bool | None
+) -> None:
+    """A copy passes every field, so that a default looks as if the caller had written it."""
+    from skyrl.train.config.config import MegatronConfig, MegatronDDPConfig
+
+    def copied(config: Any, **changes: Any) -> Any:
+        config = pickle.loads(cloudpickle.dumps(copy.copy(config)))
+        if by == "replace":
+            return dataclasses.replace(config, **changes)
+        return type(config)(**{**dataclasses.asdict(config), **changes})
+
+    shim()
+    name, aware = "grad_reduce_in_fp32", PRECISION_AWARE.rpartition(".")[2]
+    given = {} if written is None else {name: written}
+    ddp = copied(MegatronDDPConfig(**given), overlap_grad_reduce=True)
+    assert written_bucket(ddp) is written
+    assert ddp == MegatronDDPConfig(**{name: True, **given}, overlap_grad_reduce=True)
+    assert written_bucket(copied(ddp, **{name: True})) is True
+    kwargs = {} if written is None else {"optimizer_config_kwargs": {aware: written}}
+    made = copied(MegatronConfig(**kwargs), tensor_model_parallel_size=2)
+    assert isinstance(made.optimizer_config_kwargs[aware], bool) == (written is not None)
+    assert made.optimizer_config_kwargs[aware] == bool(written)

@@ -32,7 +32,7 @@ from .policy.requested import GROUP as GROUP
 from .policy.requested import PRECISION_AWARE as PRECISION_AWARE
 from .policy.requested import SCALING as SCALING
 from .policy.requested import RequestedConfig as RequestedConfig
-from .training import config_dtypes, ddp, loss_scaling, masters, optimizer, overflow
+from .training import config_dtypes, ddp, loss_scaling, masters, optimizer, overflow, wide_buffers
 from .training.build import Build as Build
 from .training.build import building as building
 from .training.build import current_build as current_build
@@ -60,6 +60,7 @@ SEAMS = collect(
     optimizer,
     config_dtypes,
     ddp,
+    wide_buffers,
     optimizer_state,
     parameter_state,
     masters,

@@ -18,6 +18,17 @@ FUSED_ADAM_ARGUMENTS = (
 """The arguments of FusedAdam that Megatron's precision-aware optimizer needs."""
 
 
+FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
+FSDP_GRADS = "megatron_fsdp_main_grads_dtype"
+"""The DDP's field with the dtype of Megatron-FSDP's buckets, from megatron-core 0.17 on."""
+
+
+def fsdp_heeds_bucket() -> bool:
+    """Whether Megatron-FSDP reads ``grad_reduce_in_fp32``, as it does up to megatron-core 0.18."""
+    names = look(FSDP).names
+    return FSDP_GRADS not in names or "grad_reduce_in_fp32" in names
+
+
 def needs_gather() -> bool:
     """Whether Megatron writes masters into fp8 parameters only with ``fp8_param_gather``."""
     owner = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"

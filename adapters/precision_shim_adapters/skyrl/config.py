@@ -1,8 +1,7 @@
 """SkyRL's config: distinguish the user's values from the defaults of the dataclasses.
 
-The shim records in an instance's ``__dict__``, which a pickle keeps, which values the user wrote.
-An unwritten ``grad_reduce_in_fp32`` is deleted; a read then returns the class's default. For
-``optimizer_config_kwargs``, to which SkyRL 0.3 and later adds defaults, the user's keys are stored.
+A boolean that the user did not write becomes the equal number, 1 or 0. Every copy of the config
+keeps it (``dataclasses.replace``, ``asdict``, a pickle), and everything that reads it works alike.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from precision_shim.precision.agreement import ENGINE_NAMES
 
 from ..agreement.names import engine_name
 from ..agreement.report import FEATURE as AGREEMENT
+from ..megatron.policy.requested import PRECISION_AWARE
 
 BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
@@ -26,8 +26,6 @@ INFERENCE = "generator.inference_engine"
 
 ROLLOUT = "rollout"
 """The group name (see ``Seam``) of the seams on the inference engines' config."""
-
-_WRITTEN = "_precision_shim_written"
 
 _DATACLASSES = "skyrl.train.config.config"
 _KEYS: dict[str, Any] = {
@@ -56,12 +54,12 @@ _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", de
     why="a written grad_reduce_in_fp32=True looks like the default",
     **_KEYS,
 )
-def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
-    """Delete ``grad_reduce_in_fp32`` from an instance if the caller did not pass this argument."""
+def mark_default_bucket(call: Call, grad_reduce_in_fp32: Any) -> Any:
+    """Make ``grad_reduce_in_fp32`` a number if the caller did not pass this argument."""
     given = BUCKET in call.arguments
     result = call.proceed()
     if not given:
-        _leave_to_class(call.instance)
+        _mark(vars(call.instance), BUCKET)
     return result
 
 
@@ -92,12 +90,13 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
     why="a written use_precision_aware_optimizer=False looks like the default",
     **_KEYS,
 )
-def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
-    """Record which optimizer settings the user wrote in a YAML or in code."""
-    # Read the keys before the call, which in SkyRL 0.3 and later adds defaults to the dict.
-    written = _keys(call.arguments.get(KWARGS))
+def mark_default_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
+    """Make ``use_precision_aware_optimizer`` a number if only SkyRL's defaults have it."""
+    given = call.arguments.get(KWARGS)  # to which SkyRL 0.3 and later adds defaults
+    written = isinstance(given, Mapping) and PRECISION_AWARE in given
     result = call.proceed()
-    vars(call.instance)[_WRITTEN] = written
+    if not written:
+        _mark(getattr(call.instance, KWARGS), PRECISION_AWARE)
     return result
 
 
@@ -161,19 +160,17 @@ def note_command_line(config: Any, given: Any) -> None:
             continue
         ddp_config = getattr(megatron, "ddp_config", None)  # ``ddp_config`` may be null
         written = OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is not None
-        if ddp_config is not None and not written:
-            _leave_to_class(ddp_config)
-        vars(megatron)[_WRITTEN] = _keys(OmegaConf.select(overrides, f"{base}.{KWARGS}"))
+        default = getattr(type(ddp_config), BUCKET, None)
+        if not written and getattr(ddp_config, BUCKET, None) == default is not None:
+            _mark(vars(ddp_config), BUCKET)
+        if OmegaConf.select(overrides, f"{base}.{KWARGS}.{PRECISION_AWARE}") is None:
+            _mark(getattr(megatron, KWARGS), PRECISION_AWARE)
 
 
-def _keys(given: Any) -> tuple[str, ...]:
-    """The keys of ``given``; empty for None, which in SkyRL 0.2 may be the string "None"."""
-    return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
-
-
-def _leave_to_class(ddp_config: Any) -> None:
-    if vars(ddp_config).get(BUCKET) == getattr(type(ddp_config), BUCKET, None):
-        vars(ddp_config).pop(BUCKET, None)
+def _mark(values: Any, name: str) -> None:
+    # In SkyRL 0.2 the kwargs may be the string "None".
+    if isinstance(values, dict) and isinstance(values.get(name), bool):
+        values[name] = int(values[name])
 
 
 def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
@@ -189,11 +186,6 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
 
 def written_bucket(ddp_config: Any) -> bool | None:
     """``grad_reduce_in_fp32`` if the user wrote it, else ``None``."""
-    written = ddp_config if isinstance(ddp_config, Mapping) else getattr(ddp_config, "__dict__", {})
-    return bool(written[BUCKET]) if BUCKET in written else None
-
-
-def written_kwargs(megatron_config: Any) -> frozenset[str] | None:
-    """The user's keys of ``optimizer_config_kwargs``; ``None`` if the shim did not record them."""
-    written = getattr(megatron_config, "__dict__", {}).get(_WRITTEN)
-    return None if written is None else frozenset(written)
+    mapping = isinstance(ddp_config, Mapping)
+    value = ddp_config.get(BUCKET) if mapping else getattr(ddp_config, BUCKET, None)
+    return None if value is None or type(value) is int else bool(value)

@@ -263,15 +263,13 @@ def spread_parameters(call: Call, state_dict: Any) -> Any:
         del _loading[optimizer]
     if "param_state" not in state_dict:
         return result
-    # Ranks own different parameters: if only one rank raised, the other ranks would wait forever.
-    device = next(iter(optimizer.model_param_group_index_map), torch.zeros(0)).device
-    flag = torch.tensor([float(bool(refused))], device=device)
-    torch.distributed.all_reduce(
-        flag, op=torch.distributed.ReduceOp.MAX, group=optimizer.data_parallel_group
-    )
+    # Ranks own different parameters, or none: if only one rank raised, the other ranks would wait.
+    group = optimizer.data_parallel_group
+    every = [False] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, bool(refused), group=group)
     if refused:
         raise refused[0]
-    if flag.item():
+    if any(every):
         raise CheckpointLayoutError(
             "Megatron optimizer checkpoint: another rank of the data-parallel group refused it; "
             "its message says why."

@@ -35,6 +35,15 @@ def describe_bucket(in_fp32: bool, model: TrainableDtypes) -> str:
     return f"gradient bucket {'fp32' if in_fp32 else dtype} (grad_reduce_in_fp32={in_fp32})"
 
 
+def fsdp_in_fp32(present: bool, own: torch.dtype | None, *, heeded: bool) -> bool:
+    """Whether Megatron-FSDP reduces 16-bit parameters' gradients in fp32.
+
+    ``present`` is ``grad_reduce_in_fp32``, ``heeded`` whether the installed Megatron-FSDP reads it,
+    ``own`` the config's ``megatron_fsdp_main_grads_dtype``.
+    """
+    return (present and heeded) or own is torch.float32
+
+
 def choose_bucket(
     *, present: bool, user_set: bool, align: bool, main_grads: torch.dtype, model: TrainableDtypes
 ) -> BucketChoice:

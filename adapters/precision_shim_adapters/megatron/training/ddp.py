@@ -16,16 +16,16 @@ import torch
 import torch.distributed
 
 from precision_shim.adapting import Call, current_settings, in_force, seam, warn
+from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
-from ..policy.bucket import choose_bucket, describe_bucket
+from ..installed import FSDP, FSDP_GRADS, fsdp_heeds_bucket
+from ..policy.bucket import choose_bucket, describe_bucket, fsdp_in_fp32
 from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
-
-_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 UNCHECKED = (
     "check_for_nan_in_grad=False",
@@ -119,24 +119,48 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
 
 
 @seam(
-    _FSDP,
-    SCALING,
+    FSDP,
+    (ALIGNMENT, SCALING),
     group="megatron-fsdp",
     why="the same for Megatron-FSDP, which has a class of its own",
-    delete_when="Megatron's check asks whether the loss scale is dynamic",
+    delete_when="Megatron's check asks whether the loss scale is dynamic, and the bucket follows "
+    "the main grads",
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = None) -> Any:
-    """Turn off Megatron-FSDP's NaN check of gradients; the buckets' dtype does not change."""
+    """Pass Megatron-FSDP a config with a matching bucket, without the NaN check of gradients."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
     model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
     changed = copy.copy(ddp_config)
-    _let_overflows_pass(build, changed, model)
+    if in_force(build.framework, SCALING, "megatron-fsdp"):
+        _let_overflows_pass(build, changed, model)
+    compared = _align_fsdp(build, changed, model)
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
-    return call.proceed()
+    result = call.proceed()
+    if compared is not None:
+        compared_with[call.instance] = compared
+    return result
+
+
+def _align_fsdp(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | None:
+    """Like ``_align``; a ``megatron_fsdp_main_grads_dtype`` in the config is the user's."""
+    own, present = getattr(config, FSDP_GRADS, None), config.grad_reduce_in_fp32
+    if not in_force(build.framework, ALIGNMENT, "megatron-fsdp"):
+        return None
+    if own is not None:
+        in_fp32 = fsdp_in_fp32(bool(present), own, heeded=fsdp_heeds_bucket())
+        chosen = f"gradient bucket {'fp32' if in_fp32 else name_of(own)} ({FSDP_GRADS}={own})"
+        build.decide(ALIGNMENT, chosen, "set by the user")
+        return build.plan(model).main_grads
+    compared = _align(build, config, model)
+    if config.grad_reduce_in_fp32 and hasattr(config, FSDP_GRADS):
+        # Up to 0.18 grad_reduce_in_fp32=True also overrides the user's dtype of the communication.
+        setattr(config, FSDP_GRADS, torch.float32)
+        config.grad_reduce_in_fp32 = present
+    return compared
 
 
 def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes) -> None:

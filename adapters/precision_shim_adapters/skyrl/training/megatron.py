@@ -18,7 +18,7 @@ from ... import megatron
 from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Build
 from ...megatron.installed import fused_adam_support
 from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
-from ..config import KWARGS, written_bucket, written_kwargs
+from ..config import KWARGS, written_bucket
 from .dtype_keys import not_read_by_megatron
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
@@ -54,11 +54,10 @@ def takes_name(name: str) -> bool:
     return name.strip().lower() in _OWN_NAMES
 
 
-def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
-    """The OptimizerConfig fields of the user (``written``, if known), and Adam's beta2."""
+def _read_asked(optim_config: Any, kwargs: Any) -> dict[str, Any]:
+    """The OptimizerConfig fields of the user, and Adam's beta2."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    default = written is not None and PRECISION_AWARE not in written
-    if default and asked.get(PRECISION_AWARE) is False:  # SkyRL's default, not the user's value
+    if type(asked.get(PRECISION_AWARE)) is int:  # SkyRL's default, not the user's value
         del asked[PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
     if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # since SkyRL 0.3
@@ -68,7 +67,7 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> megatron.RequestedConfig:
     """Read settings for a caller that is no SkyRL worker; ``fp16`` in ``kwargs`` overrides bf16."""
-    asked = _read_asked(optim_config, kwargs, None)
+    asked = _read_asked(optim_config, kwargs)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return megatron.RequestedConfig(
         where=f"{versioned('skyrl')}, {KWARGS}",
@@ -100,7 +99,7 @@ def of_config(
     config = getattr(trainer, role)
     optim_config = getattr(config, "optimizer_config", None)
     kwargs = config.megatron_config.optimizer_config_kwargs
-    asked = _read_asked(optim_config, kwargs, written_kwargs(config.megatron_config))
+    asked = _read_asked(optim_config, kwargs)
     blockers = []
     if adapters:
         blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")

@@ -15,18 +15,19 @@ import torch
 
 from precision_shim.adapting import look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
-from precision_shim.precision.dtypes import name_of, read_dtype
+from precision_shim.precision.dtypes import name_of, parse_dtype, read_dtype
 from precision_shim.precision.effect import Written
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters import megatron
 from precision_shim_adapters.megatron.audit import reader
-from precision_shim_adapters.megatron.installed import needs_gather
+from precision_shim_adapters.megatron.installed import fsdp_heeds_bucket, needs_gather
 from precision_shim_adapters.megatron.policy import legality, optimizer_plan, scaler
 from precision_shim_adapters.megatron.policy.bucket import (
     BucketChoice,
     choose_bucket,
     describe_bucket,
+    fsdp_in_fp32,
 )
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
@@ -81,6 +82,7 @@ class MegatronModel:
         gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
         unread: dtype keys of a model without an optimizer that may have no effect.
         unscaled: what goes wrong in fp16 without the shim.
+        fsdp: with Megatron-FSDP, the user's ``megatron_fsdp_main_grads_dtype``, or ``""``.
     """
 
     requested: megatron.RequestedConfig
@@ -103,6 +105,7 @@ class MegatronModel:
     gathers: bool = False
     unread: Sequence[Written] = ()
     unscaled: str = ""
+    fsdp: str | None = None
 
     @property
     def subject(self) -> str:
@@ -278,8 +281,11 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
     plan = optimizer_plan.plan_optimizer(requested, model, now, distributed=requested.distributed)
     written = requested.bucket_in_fp32 is not None
     present = bool(requested.bucket_in_fp32) if written else asked.bucket_in_fp32
-    choice = BucketChoice(present, "as it stands")
-    if now.aligns:
+    own = parse_dtype(asked.fsdp or "")
+    if asked.fsdp is not None and (own or not now.aligns):
+        present = fsdp_in_fp32(present, own, heeded=fsdp_heeds_bucket())
+    choice = BucketChoice(present, "set by the user" if own else "as it stands")
+    if now.aligns and own is None:
         choice = choose_bucket(
             present=present,
             user_set=written,

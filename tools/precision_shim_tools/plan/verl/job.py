@@ -21,6 +21,7 @@ from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
+from precision_shim_adapters.megatron.installed import FSDP_GRADS
 from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.megatron.policy.requested import SETS
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
@@ -223,6 +224,7 @@ def _on_megatron(
         layers_key=f"{layers_key}.{{}}",
         gathers=any(ddp.get(name) for name in GATHERS),
         unscaled="the first fp16 overflow ends the job with NotImplementedError",
+        fsdp=str(ddp.get(FSDP_GRADS) or "") if engine.get("use_megatron_fsdp") else None,
     )
 
 
