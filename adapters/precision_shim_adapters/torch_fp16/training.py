@@ -307,21 +307,21 @@ class ScaledTraining:
             return
         self._tell_restored(where, lines)
 
-    def record(self, files: Files | None = None) -> dict[str, Any]:
-        """The scaler's state for a framework's own file.
+    def record(self, files: Files | None = None, save: str = "") -> dict[str, Any]:
+        """The scaler's state for a framework's own file; ``save`` is the name of the save.
 
         When pickled, the record stores a fingerprint of each of ``files``, which this rank has
         written.
         """
-        record = scaling.record_of(self.scaler)
+        record = scaling.record_of(self.scaler, save)
         return record if files is None else scaling.BoundWhenPickled(record, files)
 
-    def record_tensor(self) -> torch.Tensor:
+    def record_tensor(self, save: str = "") -> torch.Tensor:
         """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
 
         torch unpickles all that is no tensor there, and loads a tensor only into one of its size.
         """
-        return scaling.to_tensor(scaling.record_of(self.scaler))
+        return scaling.to_tensor(scaling.record_of(self.scaler, save))
 
     def restore_record(
         self, record: object, where: str, otherwise: str = "", files: Files | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,91 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
-from ..precision.belonging import fingerprints, foreign
+from ..precision.belonging import files_beneath, fingerprint, fingerprints, foreign
 from ..precision.scaler_record import FILE_NAME, parse, read_record, state_of
 from .record import bind, record_of, restore
 
 Files = Mapping[str, "str | os.PathLike[str]"]
 """Maps a file's name in a checkpoint to the path of this rank's file."""
+
+
+class SaveAside:
+    """One save of all ranks, which a framework writes into empty directories of this save alone.
+
+    ``publish`` moves the whole files into place. So the scaler's record names what this save wrote,
+    even if another job saves into the same directories at the same time; and a process that is
+    killed before leaves the files of the earlier save whole. Every rank makes a ``SaveAside``, and
+    saves in a with block, or calls ``publish`` after a save in the background.
+
+    Attributes:
+        name: unlike that of any other save, and the same on all ranks.
+        places: the directory to write into, by the name of the directory that it stands for.
+        prints: fingerprints of the files that this rank has moved into place.
+    """
+
+    def __init__(
+        self, directories: Mapping[str, str | os.PathLike[str]], group: dist.ProcessGroup | None
+    ) -> None:
+        """``directories``: by their paths relative to the record's directory, ending in ``/``."""
+        self.name = _from_first(uuid.uuid4().hex, group)
+        self.places: dict[str, str] = {}
+        self.prints: dict[str, str] = {}
+        self._targets = {name: os.path.abspath(place) for name, place in directories.items()}
+        for name, target in self._targets.items():
+            self.places[name] = os.path.join(self._own(target), os.path.basename(target))
+
+    def __enter__(self) -> SaveAside:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.publish(None)
+        else:
+            self._discard()
+
+    def publish(self, group: dist.ProcessGroup | None) -> None:
+        """Move all files into place.
+
+        Raises:
+            ScalerCheckpointError: on every rank: a file cannot be moved, and the rest stays aside.
+        """
+        _from_all(None, group)  # until all ranks have written all files
+        failure = ""
+        try:
+            self._move(group)
+        except OSError as error:
+            failure = (
+                f"{error.filename}: cannot be moved to its place in the checkpoint "
+                f"({error.strerror or error}). The checkpoint is not whole; save again."
+            )
+        failures = [text for text in _from_all(failure, group) if text]
+        if failures:
+            raise ScalerCheckpointError(failures[0])
+        self._discard()
+
+    def _move(self, group: dist.ProcessGroup | None) -> None:
+        ranks = dist.get_world_size(group) if _together() else 1
+        for name, aside in self.places.items():
+            names = {path: bound for bound, path in files_beneath(aside, name).items()}
+            files = [
+                os.path.join(place, file) for place, _, all_ in os.walk(aside) for file in all_
+            ]
+            start = len(files) * dist.get_rank(group) // ranks if _together() else 0
+            for path in (*files[start:], *files[:start]):
+                target = os.path.join(self._targets[name], os.path.relpath(path, aside))
+                with contextlib.suppress(FileNotFoundError):  # another rank has moved it
+                    print_ = fingerprint(path) if path in names else ""
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    os.replace(path, target)
+                    if print_:
+                        self.prints[names[path]] = print_
+
+    def _discard(self) -> None:
+        for target in self._targets.values():
+            shutil.rmtree(self._own(target), ignore_errors=True)
+
+    def _own(self, target: str) -> str:
+        return os.path.join(target, f".precision_shim_{self.name}")
 
 
 def save(
@@ -47,18 +127,29 @@ def save(
     Raises:
         ScalerCheckpointError: on every rank: the state cannot be written, or a file cannot be read.
     """
-    return save_record(directory, record_of(scaler), group, files)
+    path = Path(directory) / FILE_NAME
+    bound, failure = _fingerprints_of_all(path, files, group)
+    return _write_bound(path, record_of(scaler), group, bound, failure)
 
 
 def save_record(
     directory: str | os.PathLike[str],
     record: Mapping[str, Any],
     group: dist.ProcessGroup | None,
-    files: Files | None,
+    prints: Mapping[str, str],
 ) -> Path:
-    """Write a record like ``save``, for a framework that saves in the background."""
-    path = Path(directory) / FILE_NAME
-    bound, failure = _fingerprints_of_all(path, files, group)
+    """Write a record like ``save``; ``prints`` are fingerprints that ``SaveAside`` returned."""
+    bound = {name: one for of_rank in _from_all(prints, group) for name, one in of_rank.items()}
+    return _write_bound(Path(directory) / FILE_NAME, record, group, bound)
+
+
+def _write_bound(
+    path: Path,
+    record: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    bound: Mapping[str, str] | None,
+    failure: str = "",
+) -> Path:
     if not failure and _is_first(group):
         whole = record if bound is None else bind(record, bound)
         text = json.dumps(whole, indent=1, sort_keys=True) + "\n"
