@@ -38,8 +38,7 @@ def saved_aside(
     """
     with scaling.SaveAside(directories, None) as save:
         yield save.places
-    record = scaling.record_of(training.scaler)
-    training.write(lambda: scaling.save_record(place, record, None, save.prints))
+    training.save(place, prints=save.prints)
 
 
 def save_after(
@@ -56,7 +55,7 @@ def save_after(
         try:
             result = saved.result()
             save.publish(group)
-            training.write(lambda: scaling.save_record(place, record, group, save.prints))
+            training.save(place, group, save.prints, record)
         except BaseException as error:  # ``ended`` raises the error
             ended.set_exception(error)
         else:

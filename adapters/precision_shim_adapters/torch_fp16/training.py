@@ -271,19 +271,15 @@ class ScaledTraining:
             f"{prefix}skipped_steps": float(self.scaler.counter.skipped),
         }
 
-    def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
+    def save(self, directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
         Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
         written, only strict mode raises an error, since the framework's checkpoint is complete. For
-        ``files`` see ``scaling.save``.
+        further arguments see ``scaling.save``.
         """
-        self.write(lambda: scaling.save(directory, self.scaler, files=files))
-
-    def write(self, write: Callable[[], object]) -> None:
-        """Call a function that writes the scaler's file, and treat its error as ``save`` does."""
         try:
-            write()
+            scaling.save(directory, self.scaler, *args, **kwargs)
         except ScalerCheckpointError as error:
             if current_settings().strict:
                 raise
@@ -324,7 +320,12 @@ class ScaledTraining:
         return scaling.to_tensor(scaling.record_of(self.scaler, save))
 
     def restore_record(
-        self, record: object, where: str, otherwise: str = "", files: Files | None = None
+        self,
+        record: object,
+        where: str,
+        otherwise: str = "",
+        files: Files | None = None,
+        of_ranks: Sequence[torch.Tensor] = (),
     ) -> None:
         """Restore the scaler from a record in a framework's file; every rank must call this method.
 
@@ -334,12 +335,16 @@ class ScaledTraining:
             otherwise: a sentence on how to continue with a fresh scaler, or empty. Do not advise to
                 delete a file of the framework that contains more than the record.
             files: this rank's files, to compare with the files that the record names.
+            of_ranks: records in the files of other ranks, all of one save if they equal ``record``.
 
         Raises:
             ScalerCheckpointError: the record is damaged on a rank, or differs between ranks, or,
                 in strict mode, belongs to another save than the files.
         """
         problem = another = ""
+        if not all(torch.equal(one, cast("torch.Tensor", record)) for one in of_ranks):
+            problem = f"{where}: the ranks' files hold loss scaler states of different saves. "
+            problem += otherwise
         try:
             if isinstance(record, torch.Tensor):
                 record = scaling.from_tensor(record, where)

@@ -111,7 +111,8 @@ def save(
     directory: str | os.PathLike[str],
     scaler: GradScaler,
     group: dist.ProcessGroup | None = None,
-    files: Files | None = None,
+    prints: Mapping[str, str] | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; called by every rank of the group.
 
@@ -122,39 +123,20 @@ def save(
         directory: this rank's path of the checkpoint's directory; rank 0 creates the directory.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the calling ranks; ``None`` for all ranks.
-        files: this rank's files of the same save, for ``load`` to compare; or ``None``.
+        prints: fingerprints of the files that a ``SaveAside`` moved, for ``load`` to compare.
+        record: an earlier state of the scaler, if the framework saved in the background.
 
     Raises:
-        ScalerCheckpointError: on every rank: the state cannot be written, or a file cannot be read.
+        ScalerCheckpointError: on every rank: the state cannot be written.
     """
-    path = Path(directory) / FILE_NAME
-    bound, failure = _fingerprints_of_all(path, files, group)
-    return _write_bound(path, record_of(scaler), group, bound, failure)
-
-
-def save_record(
-    directory: str | os.PathLike[str],
-    record: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-    prints: Mapping[str, str],
-) -> Path:
-    """Write a record like ``save``; ``prints`` are fingerprints that ``SaveAside`` returned."""
-    bound = {name: one for of_rank in _from_all(prints, group) for name, one in of_rank.items()}
-    return _write_bound(Path(directory) / FILE_NAME, record, group, bound)
-
-
-def _write_bound(
-    path: Path,
-    record: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-    bound: Mapping[str, str] | None,
-    failure: str = "",
-) -> Path:
-    if not failure and _is_first(group):
-        whole = record if bound is None else bind(record, bound)
-        text = json.dumps(whole, indent=1, sort_keys=True) + "\n"
+    path, failure = Path(directory) / FILE_NAME, ""
+    record = record_of(scaler) if record is None else record
+    if prints is not None:
+        every = _from_all(prints, group)
+        record = bind(record, {name: one for prints in every for name, one in prints.items()})
+    if _is_first(group):
         try:
-            _write(path, text)
+            _write(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
         except OSError as error:
             failure = (
                 f"{path}: cannot write the loss scaler's state ({error.strerror or error}). A job "
@@ -177,7 +159,7 @@ def load(
 
     Returns ``None`` if the checkpoint has no scaler state; otherwise a line of text for each
     restored value that differs from the saved value, or for a saved state without a list of files.
-    The arguments are those of ``save``; without ``files``, nothing is compared.
+    ``files`` are this rank's files of the checkpoint, to compare with those of the save.
 
     Raises:
         ScalerOfAnotherSaveError: the ``files`` and the state are from different saves.
@@ -212,10 +194,7 @@ def load(
             "it does not say which files it was written with, so it is not compared with them",
         )
     elif files is not None and bound is not None:
-        prints, failure = _fingerprints_of_all(path, files, group)
-        if failure:
-            raise ScalerCheckpointError(failure)
-        others = foreign(bound, prints or {})
+        others = foreign(bound, _fingerprints_of_all(path, files, group))
         if others:
             raise _of_another_save(str(path), others)
     return (*restore(scaler, record, str(path)), *unknown)
@@ -283,11 +262,8 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
 
 
 def _fingerprints_of_all(
-    path: Path, files: Files | None, group: dist.ProcessGroup | None
-) -> tuple[dict[str, str] | None, str]:
-    """Return all ranks' fingerprints, and the first failure; the result is equal on every rank."""
-    if files is None:
-        return None, ""
+    path: Path, files: Files, group: dist.ProcessGroup | None
+) -> dict[str, str]:
     mine: dict[str, str] = {}
     failure = ""
     try:
@@ -296,8 +272,9 @@ def _fingerprints_of_all(
         failure = str(_unreadable(error, str(path)))
     every = _from_all((mine, failure), group)
     failures = [failure_of_rank for _, failure_of_rank in every if failure_of_rank]
-    prints = {name: print_ for of_rank, _ in every for name, print_ in of_rank.items()}
-    return prints or None, failures[0] if failures else ""
+    if failures:
+        raise ScalerCheckpointError(failures[0])
+    return {name: print_ for of_rank, _ in every for name, print_ in of_rank.items()}
 
 
 def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:
