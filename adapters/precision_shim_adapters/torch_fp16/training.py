@@ -285,16 +285,11 @@ class ScaledTraining:
                 raise
             warn(f"{self._where}: {error}")
 
-    def restore(
-        self,
-        directory: str | os.PathLike[str],
-        files: Files | None = None,
-        otherwise: Callable[[], None] | None = None,
-    ) -> None:
+    def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Restore the scaler from the file beside a checkpoint; every rank must call ``restore``.
 
         If the scaler's file belongs to another save, the shim warns, and the scaler starts fresh.
-        For ``files`` see ``scaling.load``. ``otherwise`` is called if there is no such file.
+        For ``files`` see ``scaling.load``.
 
         Raises:
             ScalerCheckpointError: on every rank, if the file is damaged or (strict) of another
@@ -306,14 +301,16 @@ class ScaledTraining:
         except ScalerOfAnotherSaveError as error:
             self._begin_anew(str(error), "Delete the file to continue so without this error.")
             return
-        if lines is None and otherwise is not None:
-            otherwise()
-            return
         self._tell_restored(where, lines)
 
-    def record(self) -> dict[str, Any]:
-        """The scaler's state for a framework's own file."""
-        return scaling.record_of(self.scaler)
+    def record(self, files: Files | None = None, save: str = "") -> dict[str, Any]:
+        """The scaler's state for a framework's own file; ``save`` is the name of the save.
+
+        When pickled, the record stores a fingerprint of each of ``files``, which this rank has
+        written.
+        """
+        record = scaling.record_of(self.scaler, save)
+        return record if files is None else scaling.BoundWhenPickled(record, files)
 
     def record_tensor(self, save: str = "") -> torch.Tensor:
         """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
@@ -345,14 +342,14 @@ class ScaledTraining:
                 in strict mode, belongs to another save than the files.
         """
         problem = another = ""
+        if not all(torch.equal(one, cast("torch.Tensor", record)) for one in of_ranks):
+            problem = f"{where}: the ranks' files hold loss scaler states of different saves. "
+            problem += otherwise
         try:
-            records = [scaling.from_tensor(one, where) for one in of_ranks]
             if isinstance(record, torch.Tensor):
                 record = scaling.from_tensor(record, where)
             if record is not None:
                 another = scaling.other_save(record, where, files)
-            if any(one != record for one in records):
-                raise ScalerCheckpointError(f"{where}: the ranks' files are of different saves.")
         except ScalerCheckpointError as error:
             problem = f"{error} {otherwise}".rstrip()
         another = scaling.agree(problem, record, where, another)

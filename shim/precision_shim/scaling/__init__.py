@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .checkpoint import load as load
     from .checkpoint import other_save as other_save
     from .checkpoint import save as save
+    from .record import BoundWhenPickled as BoundWhenPickled
     from .record import from_tensor as from_tensor
     from .record import record_of as record_of
     from .record import restore as restore
@@ -35,7 +36,7 @@ _NAMES = {
     "..precision.scaler_record": "FILE_NAME FORMAT MAX_SKIPS ScalerRecord ScalerSettings "
     "read_record",
     ".checkpoint": "Files SaveAside agree load other_save save",
-    ".record": "from_tensor record_of restore to_tensor",
+    ".record": "BoundWhenPickled from_tensor record_of restore to_tensor",
     ".scaler": "LossScaler",
     ".skips": "SkipCounter states_of_no_step",
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from .. import __version__
 from ..errors import ScalerCheckpointError
+from ..precision.belonging import fingerprints
 from ..precision.scaler_record import (
     FORMAT,
     KIND,
@@ -35,7 +39,8 @@ def record_of(scaler: GradScaler, save: str = "") -> dict[str, Any]:
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
             ``min_scale``.
-        save: the name of the save, if each rank's file contains a record, to compare these files.
+        save: the name of the save, if each rank writes a record: it tells the ranks' files of one
+            save from those of another.
     """
     state = scaler.state_dict()
     if isinstance(scaler, LossScaler):
@@ -71,6 +76,30 @@ def bind(record: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     """Return a record that lists the fingerprints of the files that are saved with it."""
     bound = {**record, "files": dict(files)}
     return {**bound, "digest": digest_of(bound)}
+
+
+class BoundWhenPickled(OrderedDict[str, Any]):
+    """A record that, when pickled, adds the fingerprints of the other files of the same save.
+
+    ``BoundWhenPickled`` is for a framework that requests the record while a save is still writing
+    ``files``, and pickles the record into the save's last file. The record is pickled as an
+    ``OrderedDict``, which a process without the shim can read.
+    """
+
+    def __init__(
+        self, record: Mapping[str, Any], files: Mapping[str, str | os.PathLike[str]]
+    ) -> None:
+        super().__init__(record)
+        self._files = files
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        bound = OrderedDict(self)
+        with contextlib.suppress(OSError):  # an unreadable file must not fail the framework's save
+            prints = fingerprints(self._files)
+            if prints:
+                bound["files"] = prints
+                bound["digest"] = digest_of(bound)
+        return bound.__reduce_ex__(protocol)
 
 
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:

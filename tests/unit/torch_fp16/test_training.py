@@ -25,7 +25,6 @@ from precision_shim.precision.belonging import fingerprints
 from precision_shim.precision.scaler_record import digest_of
 from precision_shim.process.settings import resolve
 from precision_shim.scaling import LossScaler
-from precision_shim.scaling.record import bind
 from precision_shim_adapters.torch_fp16 import ScaledTraining
 from precision_shim_adapters.torch_fp16 import training as training_module
 from precision_shim_adapters.torch_fp16.settings import settings_for
@@ -521,11 +520,14 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, monkeypa
     assert source.scaler.state_dict() == before
 
 
-def test_a_record_within_a_frameworks_own_file_that_names_the_files_before_it(tmp_path):
+def test_a_record_within_a_frameworks_own_file_names_the_files_before_it(tmp_path):
     source = make()
     drive(Trainer(), source, range(6))
-    files = shards(tmp_path, model=1)
-    kept = bind(source.record(), fingerprints(files))  # as earlier versions wrote it
+    files = {name: tmp_path / name for name in ("model_world_size_1_rank_0.pt",)}
+    record = source.record(files)
+    shards(tmp_path, model=1)  # the framework writes this file after it got the record
+    torch.save({"client_state": record}, tmp_path / "extra.pt")
+    kept = torch.load(tmp_path / "extra.pt", weights_only=True)["client_state"]
     target = make()
     target.restore_record(kept, "here", files=files)
     assert target.scaler.counter == source.scaler.counter

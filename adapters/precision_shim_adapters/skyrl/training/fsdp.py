@@ -14,10 +14,10 @@ import torch
 
 from precision_shim.adapting import Call, decide, seam, versioned, warn
 from precision_shim.precision.dtypes import name_of
+from precision_shim.scaling import Files, SaveAside
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
-from ...torch_fp16.files import saved_aside
 from .dtype_keys import mixed_dtypes
 from .overflow import add_figures
 
@@ -141,17 +141,17 @@ def step(call: Call, optimizer: Any) -> Any:
     **_FP16,
 )
 def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
-    """Put the scaler's state into the ``client_state``, and beside a checkpoint on a disk."""
+    """Put the scaler's state into the ``client_state`` of a checkpoint."""
     training = ScaledTraining.of(call.instance)
     if training is None or optimizer is None:
         return call.proceed()
     from skyrl.backends.skyrl_train.utils.io.io import is_cloud_path
 
-    call.arguments["client_state"] = {**(client_state or {}), CLIENT_KEY: training.record()}
-    if is_cloud_path(ckpt_dir):
-        return call.proceed()
-    with saved_aside(training, ckpt_dir, {"": ckpt_dir}) as aside:
-        call.arguments["ckpt_dir"] = aside[""]
+    with SaveAside({} if is_cloud_path(ckpt_dir) else {"": ckpt_dir}, None) as aside:
+        place = aside.places.get("", ckpt_dir)
+        record = training.record(_files(call.instance, place), aside.name)
+        call.arguments["client_state"] = {**(client_state or {}), CLIENT_KEY: record}
+        call.arguments["ckpt_dir"] = place
         return call.proceed()
 
 
@@ -172,15 +172,22 @@ def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) 
     training = ScaledTraining.of(strategy)
     if training is not None and optimizer is not None and load_optimizer_states:
         record = (states.get("client_state") or {}).get(CLIENT_KEY)
-        end = f"_world_size_{strategy.world_size}_rank_{strategy.get_rank()}.pt"
-        names = [f"model{end}", f"optim{end}", f"extra_state{end}"]
-        files = {name: os.path.join(str(ckpt_dir), name) for name in names}
-        # In older checkpoints the record in the last of the files names the others.
-        where, others = files[names[2]], {name: files[name] for name in names[:2]}
-        training.restore(
-            str(ckpt_dir), files, lambda: training.restore_record(record, where, files=others)
-        )
+        where = os.path.join(str(ckpt_dir), _name(strategy, "extra_state"))
+        training.restore_record(record, where, files=_files(strategy, ckpt_dir))
     return path, states
+
+
+def _name(strategy: Any, what: str) -> str:
+    return f"{what}_world_size_{strategy.world_size}_rank_{strategy.get_rank()}.pt"
+
+
+def _files(strategy: Any, directory: Any) -> Files:
+    """The files that SkyRL writes on this rank before the scaler's state.
+
+    SkyRL overwrites files in place, so a job killed during a save leaves old and new files mixed.
+    """
+    names = (_name(strategy, what) for what in ("model", "optim"))
+    return {name: os.path.join(str(directory), name) for name in names}
 
 
 @seam(
