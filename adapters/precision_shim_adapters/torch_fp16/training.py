@@ -342,14 +342,14 @@ class ScaledTraining:
                 in strict mode, belongs to another save than the files.
         """
         problem = another = ""
-        if not all(torch.equal(one, cast("torch.Tensor", record)) for one in of_ranks):
-            problem = f"{where}: the ranks' files hold loss scaler states of different saves. "
-            problem += otherwise
         try:
+            records = [scaling.from_tensor(one, where) for one in of_ranks]
             if isinstance(record, torch.Tensor):
                 record = scaling.from_tensor(record, where)
             if record is not None:
                 another = scaling.other_save(record, where, files)
+            if any(one != record for one in records):
+                raise ScalerCheckpointError(f"{where}: the ranks' files are of different saves.")
         except ScalerCheckpointError as error:
             problem = f"{error} {otherwise}".rstrip()
         another = scaling.agree(problem, record, where, another)

@@ -146,8 +146,9 @@ def state_dict(call: Call) -> Any:
             **state,
             **{key: torch.zeros(size, dtype=torch.uint8) for key, size in loading[1].items()},
         }
-    record, name = training.record_tensor(_saving.get()), _saving.get()
-    return {**state, KEY: record, **({f"{KEY}_{dist.get_rank()}": record} if name else {})}
+    name = _saving.get()
+    keys = (KEY, f"{KEY}_{dist.get_rank()}") if name and dist.get_world_size() > 1 else (KEY,)
+    return {**state, **dict.fromkeys(keys, training.record_tensor(name))}
 
 
 @seam(at=of_both("load_state_dict"), why="what comes from a checkpoint", **SCALED)
