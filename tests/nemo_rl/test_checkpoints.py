@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
 from precision_shim.errors import PrecisionShimWarning, ScalerOfAnotherSaveError
 from precision_shim.scaling import FILE_NAME
 
 from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
 from ..every_framework.checkpoint_doctor import verdict
+from ..every_framework.shim_warnings import ours
+from ..processes.kill_points import beside_another_job, kill_points
 from .support import batch, each_kind, loss_for, parameters, save, scaler_of
 from .test_training import Times, figures, same
 
@@ -122,7 +125,9 @@ def test_a_directory_that_is_saved_again_without_the_shim(
         train(one, kind, range(2))
         save(one, tmp_path)
     record = json.loads((tmp_path / "optimizer" / FILE_NAME).read_text())
-    assert sorted(Path(name).name for name in record["files"]) == [".metadata", "__0_0.distcp"]
+    weights = {Path(name).suffix for name in record["files"] if name.startswith("../weights/")}
+    assert weights == ({"", ".distcp"} if kind == "v1" else {".safetensors"})
+    assert len(record["files"]) == (4 if kind == "v1" else 3)
     precision_shim.uninstall()
     with worker(kind, "float16") as one:
         train(one, kind, range(3))
@@ -142,6 +147,68 @@ def test_a_directory_that_is_saved_again_without_the_shim(
     with stack:
         assert scaler_of(one).get_scale() == 65536.0
         assert scaler_of(one).counter.steps == 0
+
+
+def loaded(one: Any, place: Path, states: list[Any]) -> str:
+    """How a load ends: with the scaler's state told as lost, or as whole states."""
+    predicted = verdict(place, "nemo-rl", FP16_JOB)
+    with ours() as said:
+        try:
+            one.load_checkpoint(str(place / "weights"), str(place / "optimizer"))
+        except (RuntimeError, CheckpointException):
+            return "refused by NeMo-RL"
+    assert predicted == ("starts anew" if said else "exact")
+    return "told" if said else str(states.index(whole(one)))
+
+
+def whole(one: Any) -> list[Any]:
+    scaler = scaler_of(one)
+    tensors = [*parameters(one).values(), *moments(one)]
+    return [scaler.get_scale(), scaler.counter.steps, *(tensor.tolist() for tensor in tensors)]
+
+
+@pytest.mark.slow
+@pytest.mark.oldest
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_killed_at_any_file_operation_and_two_jobs_at_once(
+    kind, worker, shim, tmp_path: Path
+) -> None:
+    """NeMo-RL writes the weights and then the optimizer's states into directories that exist."""
+    shim(settings={"growth_interval": 1})
+    target, other = tmp_path / "target", tmp_path / "other"
+    with worker(kind, "float16") as one:
+        states = []
+        for place in (other, target):
+            train(one, kind, range(2))
+            save(one, place)
+            states.append(whole(one))
+        train(one, kind, range(2))
+        states.append(whole(one))
+        with kill_points(target, tmp_path / "copies") as points:
+            save(one, target)
+        ends = [loaded(one, place, states) for place in points]
+        assert {"1", "told", "2"} <= {*ends} <= {"1", "told", "2", "refused by NeMo-RL"}
+        assert ends[-1] == "2"
+        ends = []
+        for _ in beside_another_job(target, other, lambda: save(one, target)):
+            ends.append(loaded(one, target, states))
+            one.load_checkpoint(str(points[-1] / "weights"), str(points[-1] / "optimizer"))
+        assert {"2", "told"} <= {*ends} <= {"0", "2", "told", "refused by NeMo-RL"}
+
+
+@pytest.mark.slow
+@pytest.mark.oldest
+def test_files_of_an_earlier_save_on_more_ranks(worker, shim, tmp_path: Path) -> None:
+    shim(strict=True)
+    with worker("v1", "float16") as one:
+        train(one, "v1", range(2))
+        save(one, tmp_path)
+        state = whole(one)
+    for directory in ("weights", "optimizer"):
+        (tmp_path / directory / "__1_0.distcp").write_bytes(b"left over")
+    assert verdict(tmp_path, "nemo-rl", FP16_JOB) == "exact"
+    with worker("v1", "float16", tmp_path) as one:
+        assert whole(one) == state
 
 
 @pytest.mark.slow

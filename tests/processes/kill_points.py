@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -145,17 +147,42 @@ def killed_at(directory: Path, content: str) -> Iterator[None]:
         yield
 
 
+def beside_another_job(target: Path, other: Path, save: Callable[[], None]) -> Iterator[int]:
+    """Save into an empty directory again and again; before one file operation another job's save
+    ends there: before the first, then before the second, and so on.
+
+    Yields:
+        The operation's number, after each save.
+    """
+    for number in itertools.count():
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        left = [number]
+
+        def lands(left: list[int] = left) -> None:
+            if left[0] == 0:
+                shutil.copytree(other, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            left[0] -= 1
+
+        with _HOOK.watching(target, lands):
+            save()
+        if left[0] >= 0:
+            return
+        yield number
+
+
 def content_of(directory: Path) -> str:
     """A digest of the names and contents of a directory's files.
 
-    All temporary files count as one name, because each process names them differently.
+    All temporary files count as one name, because each process names them differently, and so do
+    all directories in which a save is written.
     """
     digest = hashlib.sha256()
     lines = []
     for path in sorted(directory.rglob("*")):
         with contextlib.suppress(FileNotFoundError):  # of another rank
             if path.is_file():
-                name = path.relative_to(directory).as_posix()
+                name = re.sub(r"_shim_\w{32}/", "/", path.relative_to(directory).as_posix())
                 hidden = path.name.startswith(".precision_shim_scaler.json.")
                 name = "temporary" if hidden else name
                 lines.append(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}")

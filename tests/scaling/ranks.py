@@ -21,6 +21,7 @@ from precision_shim.errors import ScalerCheckpointError
 from precision_shim.scaling import (
     FILE_NAME,
     LossScaler,
+    SaveAside,
     ScalerSettings,
     agree,
     load,
@@ -300,16 +301,17 @@ def in_background(directory):
     job.train(range(3))
     training = ScaledTraining("tests", "model", job.scaler)
     scale = job.scaler.get_scale()
+    aside = SaveAside({"dcp/": directory / "dcp"}, None)
     saved = dcp.async_save(
-        {"model": job.model.state_dict()}, checkpoint_id=directory / "dcp", process_group=group
+        {"model": job.model.state_dict()}, checkpoint_id=aside.places["dcp/"], process_group=group
     )
-    saved = save_after(saved, training, str(directory), group)
+    saved = save_after(saved, training, str(directory), aside, group)
     job.train(range(3, 6))
     saved.result()
     assert job.scaler.get_scale() != scale
     dist.barrier()
     other = LossScaler(SETTINGS, device="cpu")
-    lines = load(directory, other, files=files_of_rank(str(directory)))
+    lines = load(directory, other, files=files_of_rank({"": str(directory)}))
     assert other.get_scale() == scale
     return {
         "files": sorted(json.loads((directory / FILE_NAME).read_text())["files"]),

@@ -17,7 +17,7 @@ from precision_shim.errors import PrecisionShimWarning, SeamError
 from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
 from ..every_framework.checkpoint_doctor import ask, verdict
 from ..every_framework.shim_warnings import ours
-from ..processes.kill_points import kill_points
+from ..processes.kill_points import beside_another_job, kill_points
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
 ROLES = ("policy", "critic")
@@ -346,6 +346,27 @@ def test_killed_between_two_files_of_a_save_over_an_old_one(
         outcomes.append("told" if said else ["old", "new"][states.index(state(again))])
     assert set(outcomes) == {"old", "told", "new"}
     assert outcomes[-1] == "new"
+
+
+def test_another_job_saves_into_the_directory_meanwhile(
+    make: Any, shim: Any, tmp_path: Path
+) -> None:
+    shim()
+    worker, again = make(), make()
+    seed = settle(worker)
+    other = Path(save(worker, tmp_path / "other"))
+    states = [parameters(worker).tolist()]
+    train(worker, seed)
+    path = Path(save(worker, tmp_path / "own"))
+    states.append(parameters(worker).tolist())
+    ends = set()
+    for _ in beside_another_job(path, other, lambda: save(worker, tmp_path / "own")):
+        told = verdict(path, "skyrl")
+        with ours() as said:
+            again.load_checkpoint(str(path))
+        assert told == ("starts anew" if said else "exact")
+        ends.add("told" if said else states.index(parameters(again).tolist()))
+    assert {1, "told"} <= ends <= {0, 1, "told"}
 
 
 def test_weights_alone_leave_the_scaler_fresh(make: Any, shim: Any, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 
+from ..every_framework.checkpoint_doctor import verdict
 from ..processes.rank_server import Ranks
 from .conftest import TORCH_HAS_PIPELINES
 
@@ -37,6 +39,19 @@ def test_two_shards_skip_together_and_resume(ranks: Ranks, case: str) -> None:
         assert ours["scaler"] == theirs["scaler"]
         assert ours["metrics"] == theirs["metrics"][-1:]
         assert not ours["warned"]
+
+
+def test_files_of_two_saves_are_refused(ranks: Ranks) -> None:
+    """A killed save, or another job's, leaves one rank's file beside another save's."""
+    places = []
+    for _ in range(2):
+        ranks("pretrain", first=0, last=2, save=True)
+        places.append(_folder(ranks) / "checkpoint" / "step-2")
+    assert verdict(places[0], "torchtitan", on=True) == "exact"
+    shutil.copyfile(*(place / "__1_0.distcp" for place in places))
+    assert verdict(places[1], "torchtitan", on=True) == "refused"
+    for found in ranks("pretrain", folder=_folder(ranks), first=2, last=3, load=True):
+        assert "the ranks' files are of different saves" in found["error"]
 
 
 def _folder(ranks: Ranks) -> Any:

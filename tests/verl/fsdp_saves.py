@@ -15,7 +15,7 @@ import precision_shim
 from precision_shim.errors import CheckpointUnreadableError
 
 from ..every_framework.checkpoint_doctor import FP16, verdict
-from ..processes.kill_points import content_of, kill_points, killed_at
+from ..processes.kill_points import beside_another_job, content_of, kill_points, killed_at
 from . import fsdp_support as support
 from .fsdp_ranks import GROWING, Job, case, install, ours
 
@@ -108,6 +108,21 @@ def ended_early(job: Job, over: bool) -> dict[str, Any]:
         "outcomes": [resume(two, place, states) for place in points],
         "contents": {place.name: content_of(place) for place in mine},
     }
+
+
+@case
+def beside(job: Job) -> dict[str, Any]:
+    """Let another job's save end before each file operation of a save, and resume from each."""
+    install(**GROWING)
+    target, other = Path(job.path("target")), Path(job.path("other"))
+    one, states = two_states(job, other, over=True)
+    two = support.engine(job.model)
+    support.train(two, range(2))
+    saves = beside_another_job(
+        target, other, lambda: one.save_checkpoint(str(target), global_step=2)
+    )
+    outcomes = [resume(two, target, states) | {"point": number} for number in saves]
+    return {"outcomes": outcomes}
 
 
 @case

@@ -19,10 +19,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import Call, seam
 from precision_shim.precision.effect import COMPUTES, REDUCES, Written
-from precision_shim.scaling import ScalerSettings
+from precision_shim.scaling import SaveAside, ScalerSettings
 
 from ..torch_fp16 import FEATURE, ScaledTraining
-from ..torch_fp16.files import files_of_rank, save_after
+from ..torch_fp16.files import files_of_rank, save_after, saved_aside
 from ..torch_fp16.states import make_missing_states
 from ..torch_fp16.stepping import NormsInFp32, note_skip
 from .checkpoints import FSDP2, has_states
@@ -162,23 +162,28 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
 @seam(
     f"{BASE}._save_checkpoint_with_dcp",
     why="ROLL uploads when this returns",
-    relies_on=("checkpoint_future", "_get_dcp_process_group"),
+    relies_on=("checkpoint_future", "async_save_strategy", "_get_dcp_process_group"),
     **HERE,
 )
-def save(call: Call, checkpoint_dir: Any) -> Any:
+def save(call: Call, checkpoint_dir: Any, is_last_step: Any) -> Any:
     """Save the scaler's state, and a list of ROLL's checkpoint files, beside the checkpoint."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:
         return call.proceed()
     make_missing_states(strategy.optimizer)
-    result = call.proceed()
     place = os.path.dirname(checkpoint_dir)
-    if strategy.checkpoint_future is None:
-        training.save(place, files_of_rank(place, written=True))
-    else:
-        group = strategy._get_dcp_process_group()  # ROLL waits for this save before the next
-        strategy.checkpoint_future = save_after(strategy.checkpoint_future, training, place, group)
+    places = {f"{os.path.basename(checkpoint_dir)}/": checkpoint_dir}
+    if is_last_step or not strategy.async_save_strategy:
+        with saved_aside(training, place, places) as aside:
+            (call.arguments["checkpoint_dir"],) = aside.values()
+            return call.proceed()
+    save_aside = SaveAside(places, None)
+    (call.arguments["checkpoint_dir"],) = save_aside.places.values()
+    result = call.proceed()
+    group = strategy._get_dcp_process_group()  # ROLL waits for this save before the next
+    future = save_after(strategy.checkpoint_future, training, place, save_aside, group)
+    strategy.checkpoint_future = future
     return result
 
 
@@ -198,5 +203,5 @@ def load(call: Call, load_dir: Any) -> Any:
     result = call.proceed()
     training = training_of(call.instance)
     if training is not None:
-        training.restore(load_dir, files_of_rank(load_dir))
+        training.restore(load_dir, files_of_rank({"": load_dir}))
     return result

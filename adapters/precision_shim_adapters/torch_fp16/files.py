@@ -1,9 +1,10 @@
-"""Choose the files of torch's distributed checkpoint to list in each rank's loss scaler record."""
+"""Save beside other jobs: a framework's files move into place whole, with the scaler's record."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,24 +16,35 @@ from precision_shim.scaling import Files
 from .training import ScaledTraining
 
 
-def files_of_rank(path: str, *, written: bool = False) -> Files:
-    """Return this rank's share of the files in a distributed checkpoint's directory or below.
-
-    ``written`` restricts the files to those that this rank wrote, since other ranks' files may not
-    be visible yet.
-    """
+def files_of_rank(directories: Mapping[str, str]) -> Files:
+    """Return this rank's share of a checkpoint's files; for ``directories`` see ``SaveAside``."""
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    files = files_beneath(path)
-    if not written:
-        return dict(list(files.items())[rank::ranks])
-    mine = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
-    return {name: place for name, place in files.items() if Path(name).name.startswith(mine)}
+    files = [
+        item for name, place in directories.items() for item in files_beneath(place, name).items()
+    ]
+    return dict(files[rank::ranks])
 
 
-def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: Any) -> Future[Any]:
-    """Write the scaler's present state when a save in the background has ended.
+@contextmanager
+def saved_aside(
+    training: ScaledTraining, place: str, directories: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
+    """Yield the directories to save into; then move the files, and write the scaler's state.
+
+    Every rank calls ``saved_aside``. ``place`` is the directory of the scaler's file; for
+    ``directories`` see ``SaveAside``.
+    """
+    with scaling.SaveAside(directories, None) as save:
+        yield save.places
+    training.save(place, prints=save.prints)
+
+
+def save_after(
+    saved: Future[Any], training: ScaledTraining, place: str, save: scaling.SaveAside, group: Any
+) -> Future[Any]:
+    """Finish ``save`` with the scaler's present state when a save in the background has ended.
 
     Every rank calls ``save_after``. ``group`` is a process group of all ranks, for nothing else
     until the returned future, which replaces ``saved``, has ended.
@@ -42,8 +54,8 @@ def save_after(saved: Future[Any], training: ScaledTraining, path: str, group: A
     def end(saved: Future[Any]) -> None:
         try:
             result = saved.result()
-            files = files_of_rank(path, written=True)
-            training.write(lambda: scaling.save_record(path, record, group, files))
+            save.publish(group)
+            training.save(place, group, save.prints, record)
         except BaseException as error:  # ``ended`` raises the error
             ended.set_exception(error)
         else:

@@ -352,19 +352,15 @@ class ScaledTraining:
             f"{prefix}skipped_steps": float(self.scaler.counter.skipped),
         }
 
-    def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
+    def save(self, directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
         Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
         written, only strict mode raises an error, since the framework's checkpoint is complete. For
-        ``files`` see ``scaling.save``.
+        further arguments see ``scaling.save``.
         """
-        self.write(lambda: scaling.save(directory, self.scaler, files=files))
-
-    def write(self, write: Callable[[], object]) -> None:
-        """Call a function that writes the scaler's file, and treat its error as ``save`` does."""
         try:
-            write()
+            scaling.save(directory, self.scaler, *args, **kwargs)
         except ScalerCheckpointError as error:
             if current_settings().strict:
                 raise
@@ -388,24 +384,29 @@ class ScaledTraining:
             return
         self._tell_restored(where, lines)
 
-    def record(self, files: Files | None = None) -> dict[str, Any]:
-        """The scaler's state for a framework's own file.
+    def record(self, files: Files | None = None, save: str = "") -> dict[str, Any]:
+        """The scaler's state for a framework's own file; ``save`` is the name of the save.
 
         When pickled, the record stores a fingerprint of each of ``files``, which this rank has
         written.
         """
-        record = scaling.record_of(self.scaler)
+        record = scaling.record_of(self.scaler, save)
         return record if files is None else scaling.BoundWhenPickled(record, files)
 
-    def record_tensor(self) -> torch.Tensor:
+    def record_tensor(self, save: str = "") -> torch.Tensor:
         """The scaler's record as a byte tensor of fixed size, for torch's distributed checkpoints.
 
         torch unpickles all that is no tensor there, and loads a tensor only into one of its size.
         """
-        return scaling.to_tensor(scaling.record_of(self.scaler))
+        return scaling.to_tensor(scaling.record_of(self.scaler, save))
 
     def restore_record(
-        self, record: object, where: str, otherwise: str = "", files: Files | None = None
+        self,
+        record: object,
+        where: str,
+        otherwise: str = "",
+        files: Files | None = None,
+        of_ranks: Sequence[torch.Tensor] = (),
     ) -> None:
         """Restore the scaler from a record in a framework's file; every rank must call this method.
 
@@ -415,6 +416,7 @@ class ScaledTraining:
             otherwise: a sentence on how to continue with a fresh scaler, or empty. Do not advise to
                 delete a file of the framework that contains more than the record.
             files: this rank's files, to compare with the files that the record names.
+            of_ranks: records in the files of other ranks, all of one save if they equal ``record``.
 
         Raises:
             ScalerCheckpointError: the record is damaged on a rank, or differs between ranks, or,
@@ -422,10 +424,13 @@ class ScaledTraining:
         """
         problem = another = ""
         try:
+            records = [scaling.from_tensor(one, where) for one in of_ranks]
             if isinstance(record, torch.Tensor):
                 record = scaling.from_tensor(record, where)
             if record is not None:
                 another = scaling.other_save(record, where, files)
+            if any(one != record for one in records):
+                raise ScalerCheckpointError(f"{where}: the ranks' files are of different saves.")
         except ScalerCheckpointError as error:
             problem = f"{error} {otherwise}".rstrip()
         another = scaling.agree(problem, record, where, another)

@@ -2,22 +2,25 @@
 
 torch's distributed checkpoint unpickles every value that is not a tensor. A load fails if the
 checkpoint lacks a key of the trainer's state. The shim therefore first reads the checkpoint's
-metadata, with a pickle reader that imports and calls nothing.
+metadata, with a pickle reader that imports and calls nothing. Each rank writes a file of its own,
+and adds the record under a key of its own, so that a load tells files of different saves.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 from precision_shim.files.metadata import NAME as METADATA
 from precision_shim.files.metadata import read_metadata
-from precision_shim.scaling import agree
+from precision_shim.scaling import SaveAside, agree
 
 from ..torch_fp16 import ScaledTraining
 from .training.trainers import BOTH, SCALED, of_both
@@ -35,10 +38,31 @@ _OTHERWISE = (
 )
 
 
-_loading: ContextVar[tuple[str, tuple[int, ...] | None] | None] = ContextVar(
+_loading: ContextVar[tuple[str, Mapping[str, tuple[int, ...]]] | None] = ContextVar(
     "precision_shim_torchtitan_load", default=None
 )
-"""The place of the scaler's record in the checkpoint being loaded, and the record's size."""
+"""The place of the scaler's record in the checkpoint being loaded, and records' sizes by key."""
+
+_saving: ContextVar[str] = ContextVar("precision_shim_torchtitan_save", default="")
+"""The name of the save that is going on."""
+
+
+@seam(
+    "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_save",
+    at=BOTH,
+    why="the one place that all ranks call once for a save",
+    relies_on=("dcp", "async_save"),
+    **SCALED,
+)
+def save(call: Call, state_dict: Any) -> Any:
+    """Save a checkpoint, with a record in the file of each rank."""
+    if ScaledTraining.of(state_dict.get(STATE)) is None:
+        return call.proceed()
+    token = _saving.set(SaveAside({}, None).name)
+    try:
+        return call.proceed()
+    finally:
+        _saving.reset(token)
 
 
 @seam(
@@ -54,24 +78,25 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
     if ScaledTraining.of(trainer) is None:  # the trainer has no scaler, or only the model is loaded
         return call.proceed()
     where = f"{checkpoint_id} ({STATE}.{KEY})"
-    size, problem = None, ""
+    sizes, problem = {}, ""
     try:
-        size = _size_of_record(str(checkpoint_id), where)
+        sizes = _sizes_of_records(str(checkpoint_id), where)
     except ScalerCheckpointError as error:
         problem = str(error)
     agree(problem, None, where)  # raises the error on all ranks
-    token = _loading.set((where, size))
+    token = _loading.set((where, sizes))
     try:
         return call.proceed()
     finally:
         _loading.reset(token)
 
 
-def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
+def _sizes_of_records(checkpoint: str, where: str) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the record, and of this rank's share of all ranks' records, by key."""
     file_name = os.path.join(checkpoint, METADATA)
     try:
         with _open_metadata(checkpoint) as file:
-            entry = read_metadata(file, file_name)[1].get(f"{STATE}.{KEY}")
+            entries = read_metadata(file, file_name)[1]
     except CheckpointUnreadableError as error:
         raise ScalerCheckpointError(
             f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"
@@ -82,15 +107,19 @@ def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
             f"{file_name}: it cannot be read ({why}). Whether the checkpoint has a loss scaler's "
             f"state cannot be told. {_ANOTHER}"
         ) from error
-    if entry is None:
-        return None
-    if entry.dtype != "uint8":
-        what = "an object" if entry.dtype is None else f"a tensor of {entry.dtype}"
-        raise ScalerCheckpointError(
-            f"{where}: it is {what} where a tensor of bytes was expected: it is damaged, and not "
-            f"read. {_ANOTHER} {_OTHERWISE}"
-        )
-    return entry.shape
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    keys = sorted(key for key in entries if key.startswith(f"{STATE}.{KEY}"))
+    sizes = {}
+    for key in {*keys[:1], *keys[rank::ranks]}:
+        entry = entries[key]
+        if entry.dtype != "uint8":
+            what = "an object" if entry.dtype is None else f"a tensor of {entry.dtype}"
+            raise ScalerCheckpointError(
+                f"{where}: it is {what} where a tensor of bytes was expected: it is damaged, and "
+                f"not read. {_ANOTHER} {_OTHERWISE}"
+            )
+        sizes[key.removeprefix(f"{STATE}.")] = entry.shape
+    return sizes
 
 
 def _open_metadata(checkpoint: str) -> Any:
@@ -112,10 +141,14 @@ def state_dict(call: Call) -> Any:
     if training is None:
         return state
     loading = _loading.get()
-    if loading is None:
-        return {**state, KEY: training.record_tensor()}
-    size = loading[1]
-    return state if size is None else {**state, KEY: torch.zeros(size, dtype=torch.uint8)}
+    if loading is not None:
+        return {
+            **state,
+            **{key: torch.zeros(size, dtype=torch.uint8) for key, size in loading[1].items()},
+        }
+    name = _saving.get()
+    keys = (KEY, f"{KEY}_{dist.get_rank()}") if name and dist.get_world_size() > 1 else (KEY,)
+    return {**state, **dict.fromkeys(keys, training.record_tensor(name))}
 
 
 @seam(at=of_both("load_state_dict"), why="what comes from a checkpoint", **SCALED)
@@ -124,10 +157,10 @@ def load_state_dict(call: Call, state_dict: Any) -> Any:
     training = ScaledTraining.of(call.instance)
     if training is None:
         return call.proceed()
-    rest = dict(state_dict)
-    record = rest.pop(KEY, None)
+    rest = {key: value for key, value in state_dict.items() if not key.startswith(KEY)}
+    records = [state_dict[key] for key in sorted(state_dict.keys() - rest.keys())]
     call.arguments["state_dict"] = rest
     result = call.proceed()
     where, _ = _loading.get() or (f"{STATE}.{KEY}", None)
-    training.restore_record(record, where, _OTHERWISE)
+    training.restore_record(records[0] if records else None, where, _OTHERWISE, of_ranks=records)
     return result

@@ -6,8 +6,10 @@ nothing, does not read all of a file above 256 KiB, and needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import posixpath
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,10 @@ _BLOCK = 1 << 14
 _PLACES = 16
 """Number of blocks that are read of a large file, spread from its beginning to its end."""
 
-_BOUND = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|.*\.distcp|\.metadata")
+_BOUND = re.compile(
+    r".*/((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|[^/]*\.distcp|\.metadata)"
+    r"|.*/model/[^/]*\.safetensors"
+)
 _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")
 
 
@@ -51,26 +56,41 @@ def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
     return {name: fingerprint(place) for name, place in files.items() if os.path.isfile(place)}
 
 
-def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Map relative paths to paths, for files in a directory and its direct subdirectories."""
-    files = {}
-    for entry in sorted(os.scandir(directory), key=lambda item: item.name):
-        inside = (
-            sorted(os.scandir(entry), key=lambda item: item.name) if entry.is_dir() else [entry]
-        )
-        for file in inside:
-            if _BOUND.fullmatch(file.name) and file.is_file():
-                files[os.path.relpath(file.path, directory).replace(os.sep, "/")] = file.path
+def files_beneath(directory: str | os.PathLike[str], prefix: str = "") -> dict[str, str]:
+    """Map names in a record to paths, for files in a directory and its direct subdirectories.
+
+    ``prefix`` is the directory's path relative to the record's, such as ``"../weights/"``. The
+    result is empty if the directory does not exist.
+    """
+    top, files = os.path.abspath(directory), {}
+    for place in (top, *sorted(entry.path for entry in _scan(top) if entry.is_dir())):
+        for entry in sorted(_scan(place), key=lambda item: item.name):
+            if _BOUND.fullmatch(entry.path.replace(os.sep, "/")) and entry.is_file():
+                files[prefix + os.path.relpath(entry.path, top).replace(os.sep, "/")] = entry.path
     return files
+
+
+def _scan(directory: str) -> list[os.DirEntry[str]]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        return list(entries)
+    return []
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
     """Return the names of files of another save: the record lacks them or has other fingerprints.
 
     ``bound`` are the fingerprints in the record, ``prints`` those of the files that exist. Users
-    may delete optimizer states, so a deleted file is not returned.
+    may delete optimizer states, so a deleted file is not returned. A file that the record lacks
+    counts only in a directory of which the record names files, and if a load would read it: of
+    ``*.distcp`` a load reads those that ``.metadata`` names, which the record names, too.
     """
-    return sorted(name for name, print_ in prints.items() if bound.get(name) != print_)
+    places = {posixpath.dirname(name) for name in bound}
+    return sorted(
+        name
+        for name, print_ in prints.items()
+        if bound.get(name) != print_
+        and (name in bound or (posixpath.dirname(name) in places and ".distcp" not in name))
+    )
 
 
 def are_fingerprints(value: object) -> bool:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ..precision.scaler_record import ScalerSettings as ScalerSettings
     from ..precision.scaler_record import read_record as read_record
     from .checkpoint import Files as Files
+    from .checkpoint import SaveAside as SaveAside
     from .checkpoint import agree as agree
     from .checkpoint import load as load
     from .checkpoint import other_save as other_save
     from .checkpoint import save as save
-    from .checkpoint import save_record as save_record
     from .record import BoundWhenPickled as BoundWhenPickled
     from .record import from_tensor as from_tensor
     from .record import record_of as record_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "..precision.scaler_record": "FILE_NAME FORMAT MAX_SKIPS ScalerRecord ScalerSettings "
     "read_record",
-    ".checkpoint": "Files agree load other_save save save_record",
+    ".checkpoint": "Files SaveAside agree load other_save save",
     ".record": "BoundWhenPickled from_tensor record_of restore to_tensor",
     ".scaler": "LossScaler",
     ".skips": "SkipCounter states_of_no_step",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
-from ..precision.belonging import fingerprints, foreign
+from ..precision.belonging import files_beneath, fingerprint, fingerprints, foreign
 from ..precision.scaler_record import FILE_NAME, parse, read_record, state_of
 from .record import bind, record_of, restore
 
@@ -27,11 +28,91 @@ Files = Mapping[str, "str | os.PathLike[str]"]
 """Maps a file's name in a checkpoint to the path of this rank's file."""
 
 
+class SaveAside:
+    """One save of all ranks, which a framework writes into empty directories of this save alone.
+
+    ``publish`` moves the whole files into place. So the scaler's record names what this save wrote,
+    even if another job saves into the same directories at the same time; and a process that is
+    killed before leaves the files of the earlier save whole. Every rank makes a ``SaveAside``, and
+    saves in a with block, or calls ``publish`` after a save in the background.
+
+    Attributes:
+        name: unlike that of any other save, and the same on all ranks.
+        places: the directory to write into, by the name of the directory that it stands for.
+        prints: fingerprints of the files that this rank has moved into place.
+    """
+
+    def __init__(
+        self, directories: Mapping[str, str | os.PathLike[str]], group: dist.ProcessGroup | None
+    ) -> None:
+        """``directories``: by their paths relative to the record's directory, ending in ``/``."""
+        self.name = _from_first(uuid.uuid4().hex, group)
+        self.places: dict[str, str] = {}
+        self.prints: dict[str, str] = {}
+        self._targets = {name: os.path.abspath(place) for name, place in directories.items()}
+        for name, target in self._targets.items():
+            self.places[name] = os.path.join(self._own(target), os.path.basename(target))
+
+    def __enter__(self) -> SaveAside:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.publish(None)
+        else:
+            self._discard()
+
+    def publish(self, group: dist.ProcessGroup | None) -> None:
+        """Move all files into place.
+
+        Raises:
+            ScalerCheckpointError: on every rank: a file cannot be moved, and the rest stays aside.
+        """
+        _from_all(None, group)  # until all ranks have written all files
+        failure = ""
+        try:
+            self._move(group)
+        except OSError as error:
+            failure = (
+                f"{error.filename}: cannot be moved to its place in the checkpoint "
+                f"({error.strerror or error}). The checkpoint is not whole; save again."
+            )
+        failures = [text for text in _from_all(failure, group) if text]
+        if failures:
+            raise ScalerCheckpointError(failures[0])
+        self._discard()
+
+    def _move(self, group: dist.ProcessGroup | None) -> None:
+        ranks = dist.get_world_size(group) if _together() else 1
+        for name, aside in self.places.items():
+            names = {path: bound for bound, path in files_beneath(aside, name).items()}
+            files = [
+                os.path.join(place, file) for place, _, all_ in os.walk(aside) for file in all_
+            ]
+            start = len(files) * dist.get_rank(group) // ranks if _together() else 0
+            for path in (*files[start:], *files[:start]):
+                target = os.path.join(self._targets[name], os.path.relpath(path, aside))
+                with contextlib.suppress(FileNotFoundError):  # another rank has moved it
+                    print_ = fingerprint(path) if path in names else ""
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    os.replace(path, target)
+                    if print_:
+                        self.prints[names[path]] = print_
+
+    def _discard(self) -> None:
+        for target in self._targets.values():
+            shutil.rmtree(self._own(target), ignore_errors=True)
+
+    def _own(self, target: str) -> str:
+        return os.path.join(target, f".precision_shim_{self.name}")
+
+
 def save(
     directory: str | os.PathLike[str],
     scaler: GradScaler,
     group: dist.ProcessGroup | None = None,
-    files: Files | None = None,
+    prints: Mapping[str, str] | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; called by every rank of the group.
 
@@ -42,28 +123,20 @@ def save(
         directory: this rank's path of the checkpoint's directory; rank 0 creates the directory.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the calling ranks; ``None`` for all ranks.
-        files: this rank's files of the same save, for ``load`` to compare; or ``None``.
+        prints: fingerprints of the files that a ``SaveAside`` moved, for ``load`` to compare.
+        record: an earlier state of the scaler, if the framework saved in the background.
 
     Raises:
-        ScalerCheckpointError: on every rank: the state cannot be written, or a file cannot be read.
+        ScalerCheckpointError: on every rank: the state cannot be written.
     """
-    return save_record(directory, record_of(scaler), group, files)
-
-
-def save_record(
-    directory: str | os.PathLike[str],
-    record: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-    files: Files | None,
-) -> Path:
-    """Write a record like ``save``, for a framework that saves in the background."""
-    path = Path(directory) / FILE_NAME
-    bound, failure = _fingerprints_of_all(path, files, group)
-    if not failure and _is_first(group):
-        whole = record if bound is None else bind(record, bound)
-        text = json.dumps(whole, indent=1, sort_keys=True) + "\n"
+    path, failure = Path(directory) / FILE_NAME, ""
+    record = record_of(scaler) if record is None else record
+    if prints is not None:
+        every = _from_all(prints, group)
+        record = bind(record, {name: one for prints in every for name, one in prints.items()})
+    if _is_first(group):
         try:
-            _write(path, text)
+            _write(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
         except OSError as error:
             failure = (
                 f"{path}: cannot write the loss scaler's state ({error.strerror or error}). A job "
@@ -86,7 +159,7 @@ def load(
 
     Returns ``None`` if the checkpoint has no scaler state; otherwise a line of text for each
     restored value that differs from the saved value, or for a saved state without a list of files.
-    The arguments are those of ``save``; without ``files``, nothing is compared.
+    ``files`` are this rank's files of the checkpoint, to compare with those of the save.
 
     Raises:
         ScalerOfAnotherSaveError: the ``files`` and the state are from different saves.
@@ -121,10 +194,7 @@ def load(
             "it does not say which files it was written with, so it is not compared with them",
         )
     elif files is not None and bound is not None:
-        prints, failure = _fingerprints_of_all(path, files, group)
-        if failure:
-            raise ScalerCheckpointError(failure)
-        others = foreign(bound, prints or {})
+        others = foreign(bound, _fingerprints_of_all(path, files, group))
         if others:
             raise _of_another_save(str(path), others)
     return (*restore(scaler, record, str(path)), *unknown)
@@ -192,11 +262,8 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
 
 
 def _fingerprints_of_all(
-    path: Path, files: Files | None, group: dist.ProcessGroup | None
-) -> tuple[dict[str, str] | None, str]:
-    """Return all ranks' fingerprints, and the first failure; the result is equal on every rank."""
-    if files is None:
-        return None, ""
+    path: Path, files: Files, group: dist.ProcessGroup | None
+) -> dict[str, str]:
     mine: dict[str, str] = {}
     failure = ""
     try:
@@ -205,8 +272,9 @@ def _fingerprints_of_all(
         failure = str(_unreadable(error, str(path)))
     every = _from_all((mine, failure), group)
     failures = [failure_of_rank for _, failure_of_rank in every if failure_of_rank]
-    prints = {name: print_ for of_rank, _ in every for name, print_ in of_rank.items()}
-    return prints or None, failures[0] if failures else ""
+    if failures:
+        raise ScalerCheckpointError(failures[0])
+    return {name: print_ for of_rank, _ in every for name, print_ in of_rank.items()}
 
 
 def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:

@@ -33,13 +33,14 @@ _BYTES = 2048
 """Size of a record's tensor, in bytes; a record without ``files`` needs less than a third of it."""
 
 
-def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dict[str, Any]:
+def record_of(scaler: GradScaler, save: str = "") -> dict[str, Any]:
     """Return a scaler's state as a record that can be written as JSON.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
             ``min_scale``.
-        files: fingerprints of the files that are saved with the record; ``None`` to list no files.
+        save: the name of the save, if each rank writes a record: it tells the ranks' files of one
+            save from those of another.
     """
     state = scaler.state_dict()
     if isinstance(scaler, LossScaler):
@@ -65,8 +66,8 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
         "world_size": _world_size(),
         "written_by": {"precision_shim": __version__, "torch": str(torch.__version__)},
     }
-    if files is not None:
-        record["files"] = dict(files)
+    if save:
+        record["save"] = save
     record["digest"] = digest_of(record)
     return record
 

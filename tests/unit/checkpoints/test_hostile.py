@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import json
+import os
 import pickle
 import struct
 import sys
@@ -16,10 +17,12 @@ import torch
 
 from precision_shim.errors import CheckpointUnreadableError
 from precision_shim.files.pickles import read_pickle
+from precision_shim_tools.checkpoint.layout import Outcome
 from precision_shim_tools.checkpoint.reading import read_parts
+from precision_shim_tools.checkpoint.report import Examined
 
 from .test_reading import one_sentence, run
-from .written import distributed, megatrons
+from .written import distributed, megatrons, of_ranks
 
 SYSTEM = b"cos\nsystem\n"
 TOUCH = b"S'touch done'\n"
@@ -133,6 +136,43 @@ def test_a_terminals_commands(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     assert run(tmp_path) == 2
     assert "\x1b" not in one_sentence(capsys)
+
+
+FORGED = "x\x1b[8m\nresumed here  exact"
+
+
+def test_a_name_makes_no_line_of_its_own(tmp_path: Path, capsys: Any) -> None:
+    folder = of_ranks(tmp_path / "saved", 1)
+    (folder / f"{FORGED}.bin").write_bytes(b"")
+    (part,) = read_parts(folder)
+    (unknown,) = part.unknown
+    for line in Examined(part, Outcome("not known", unknown)).lines():
+        assert line.isprintable()
+    assert run(tmp_path / FORGED) == 2
+    assert "\x1b" not in one_sentence(capsys)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["model_world_size_1_rank_0.pt", ".metadata", "a.safetensors"])
+def test_a_pipe_is_not_read(tmp_path: Path, capsys: Any, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert run(tmp_path) == 2
+    assert name in one_sentence(capsys)
+
+
+@pytest.mark.timeout(20)
+def test_a_world_of_a_billion_ranks(tmp_path: Path, capsys: Any) -> None:
+    torch.save({}, tmp_path / "model_world_size_1000000000_rank_0.pt")
+    assert run(tmp_path) == 2
+    assert "model_world_size_1000000000_rank_1.pt: it is missing" in one_sentence(capsys)
+
+
+@pytest.mark.parametrize("shape", [[10**4000, 10**4000], [-1]])
+def test_a_shape_that_no_tensor_has(tmp_path: Path, capsys: Any, shape: list[int]) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    assert run(tmp_path) == 2
+    assert "more elements" in one_sentence(capsys)
 
 
 def metadata_of(folder: Path) -> Any:

@@ -442,6 +442,9 @@ def test_files_of_two_jobs(tmp_path: Path, capsys: Any) -> None:
     (folder / "model_world_size_1_rank_0.pt").write_bytes(b"")
     assert run(folder) == 2
     assert "1 and 2 ranks" in one_sentence(capsys)
+    (folder / "fsdp_config.json").write_text('{"world_size": 2}')  # of the last save
+    (part,) = read_parts(folder)
+    assert part.units[0].world_size == 2
 
 
 def test_nothing_there(tmp_path: Path, capsys: Any) -> None:

@@ -71,12 +71,19 @@ names = st.sampled_from(["model", "optim", "extra"])
 some = st.dictionaries(names, st.sampled_from(["1", "2"]))
 
 
-@given(some, some)
+@given(some.filter(bool), some)
 def test_a_file_is_foreign_if_it_is_there_and_not_as_it_was(bound, found):
     expected = [name for name in found if bound.get(name) != found[name]]
     assert foreign(bound, found) == sorted(expected)
     assert foreign(found, found) == []
     assert foreign(bound, {}) == []  # removed on purpose
+
+
+def test_a_file_that_no_load_reads_is_not_foreign():
+    bound = {".metadata": "1", "__0_0.distcp": "1"}
+    assert foreign(bound, {**bound, "__1_0.distcp": "2", "../weights/.metadata": "2"}) == []
+    assert foreign({"__0_0.distcp": "1"}, {".metadata": "2"}) == [".metadata"]
+    assert foreign(bound, {"__0_0.distcp": "2"}) == ["__0_0.distcp"]
 
 
 def test_which_files_of_a_directory(tmp_path):
@@ -85,11 +92,14 @@ def test_which_files_of_a_directory(tmp_path):
         "extra_state_world_size_2_rank_1.pt",
         "optim/.metadata",
         "optim/__0_0.distcp",
+        "model/shard-00001-model-00001-of-00001.safetensors",
     }
     for name in (*inside, "config.json", "huggingface/model.safetensors", "a/b/.metadata"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     assert set(files_beneath(tmp_path)) == inside
+    assert set(files_beneath(tmp_path, "../a/")) == {f"../a/{name}" for name in inside}
+    assert files_beneath(tmp_path / "gone") == {}
 
 
 @pytest.mark.parametrize("value", [None, [], {"a": 1}, {"a": "12"}, {"a": "1:xyz"}, {1: "1:0"}])

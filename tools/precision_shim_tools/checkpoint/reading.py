@@ -90,10 +90,14 @@ def _take(unit: Unit, part: CheckpointPart) -> None:
             part.add("master", tensor)
         elif is_state(unit, key):
             part.add("other", tensor)
-        elif words[-1] != _RECORD_KEY:
+        elif not _is_record(words):
             part.add("params" if weights and "train_state" not in words else "other", tensor)
             if "train_state" in words and tensor.dtype in FLOATS and tensor.elements > 1:
                 part.unknown[key] = True
+
+
+def _is_record(words: list[str]) -> bool:
+    return words[-1].startswith(_RECORD_KEY)
 
 
 def _scaler_of(part: CheckpointPart) -> Scaler:
@@ -136,14 +140,21 @@ def _records_of(
         file = directory / FILE_NAME
         if file.is_file():
             text = file.read_text(encoding="utf-8", errors="replace")
-            yield str(file), partial(parse, text, str(file)), files_beneath(directory), True
+            beside = files_beneath(directory)
+            for name in ("weights", "model", "optim"):
+                beside |= files_beneath(directory.parent / name, f"../{name}/")
+            if world := part.units[0].world_size:
+                mine = f"_world_size_{world}_"
+                beside = {name: path for name, path in beside.items() if mine in name}
+            yield str(file), partial(parse, text, str(file)), beside, True
             return
     for unit in part.units:
-        for key in (*unit.tensors, *unit.objects):
-            if key.rpartition(".")[2] == _RECORD_KEY:
-                where = f"{unit.path} ({key})"
-                yield where, partial(_of_tensor, unit.tensors.get(key), where), {}, False
-                return
+        keys = [key for key in (*unit.tensors, *unit.objects) if _is_record(key.split("."))]
+        for key in keys:
+            where = f"{unit.path} ({key})"
+            yield where, partial(_of_tensor, unit.tensors.get(key), where), {}, False
+        if keys:
+            return
         for archive in unit.common:
             beside = files_beneath(archive.path.parent)
             for node in dicts_in(archive.tree):

@@ -17,6 +17,11 @@ _SETTLED = ("exact", "not here", "not known")
 """The verdicts that no setting changes."""
 
 
+def escaped(text: str) -> str:
+    """Escape what is not printable, so that no name in a checkpoint makes a line of its own."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 @dataclass(frozen=True)
 class Examined:
     """One model of a checkpoint, and the predicted result of its resume.
@@ -33,6 +38,9 @@ class Examined:
 
     def lines(self) -> Iterator[str]:
         """Yield the result as lines of text."""
+        yield from map(escaped, self._lines())
+
+    def _lines(self) -> Iterator[str]:
         part, unit = self.part, self.part.units[0]
         whose = f"{part.framework} {part.subject}".strip()
         yield f"{part.path}" + (f": {whose}" if whose else "")

@@ -24,6 +24,8 @@ __all__ = ["Archive", "Tensor", "reading"]
 def reading(path: Path) -> Iterator[None]:
     """Context manager: turn any error into a ``CheckpointUnreadableError`` that names the file."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError("neither a file nor a directory")  # a pipe would not end
         yield
     except CheckpointUnreadableError:
         raise
@@ -58,6 +60,10 @@ class Tensor:
     dtype: str
     elements: int
     parts: tuple[Callable[[int], bytes], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.elements < 1 << 63:
+            raise ValueError("a tensor has more elements than torch can count, or fewer than none")
 
     @property
     def bytes(self) -> int:

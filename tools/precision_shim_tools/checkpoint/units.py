@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -147,6 +148,13 @@ _TOGETHER = ("model", "optim", "extra_state")
 def _read_shards(unit: Unit) -> None:
     matches = [match for path in unit.path.iterdir() if (match := _RANK_FILE.fullmatch(path.name))]
     worlds = sorted({int(match["world"]) for match in matches})
+    last = unit.path / "fsdp_config.json"
+    if len(worlds) > 1 and last.is_file():  # an earlier job had another number of ranks
+        with reading(last):
+            worlds = [
+                n for n in worlds if n == json.loads(last.read_bytes())["world_size"]
+            ] or worlds
+        matches = [match for match in matches if int(match["world"]) in worlds]
     if len(worlds) > 1:
         raise CheckpointUnreadableError(
             f"{unit.path}: it has files of jobs of {' and '.join(map(str, worlds))} ranks."
@@ -154,7 +162,9 @@ def _read_shards(unit: Unit) -> None:
     [unit.world_size] = worlds
     kinds = sorted({match["what"] for match in matches})
     unit.lacking = tuple(kind for kind in _TOGETHER if kind not in kinds)
-    for what, rank in product({*kinds} & {*_TOGETHER}, range(unit.world_size)):
+    for what, rank in product(
+        {*kinds} & {*_TOGETHER}, range(min(unit.world_size, len(matches) + 1))
+    ):
         archive = Archive(unit.path / f"{what}_world_size_{unit.world_size}_rank_{rank}.pt")
         if what == "extra_state":
             unit.common.append(archive)

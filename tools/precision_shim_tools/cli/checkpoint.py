@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from precision_shim.errors import CheckpointUnreadableError, DtypeError, SettingsError
 
     from ..checkpoint.prediction import Here
-    from ..checkpoint.report import examine
+    from ..checkpoint.report import escaped, examine
 
     if not arguments.path:
         arguments.parser.error(
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             write(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
         else:
-            print(error, file=sys.stderr)
+            print(escaped(str(error)), file=sys.stderr)
         return 2
     verdicts = {model.outcome.verdict for model in examined}
     ok = verdicts == {"exact"}

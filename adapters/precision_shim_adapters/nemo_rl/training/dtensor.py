@@ -23,7 +23,7 @@ from precision_shim.precision.effect import COMPUTES, Written
 from ...common.ray_actors import class_beneath, put_in_front
 from ...torch_fp16 import FEATURE, SETTINGS, ScaledTraining
 from ...torch_fp16.auxiliary import auxiliary_losses
-from ...torch_fp16.files import files_of_rank
+from ...torch_fp16.files import files_of_rank, saved_aside
 from ...torch_fp16.states import make_missing_states
 from .workers import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
@@ -148,7 +148,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
         # Restore the scaler here, because a v1 worker calls load_checkpoint before the scaler
         # exists. In NeMo-RL 0.6 and later a v2 worker does not call load_checkpoint.
         if optimizer_path and weights_path:
-            training.restore(optimizer_path, files_of_rank(optimizer_path))
+            training.restore(optimizer_path, files_of_rank(_places(optimizer_path, weights_path)))
         training.keep(instance)
 
 
@@ -270,7 +270,7 @@ def add_figures(result: dict[str, Any], figures: Mapping[str, float]) -> None:
 
 
 @seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)
-def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
+def save_checkpoint(call: Call, weights_path: Any, optimizer_path: Any) -> Any:
     """Save a checkpoint; if NeMo-RL saves the optimizer, save the scaler's state as well."""
     worker = call.instance
     with _outermost(worker, "save") as outermost:
@@ -278,25 +278,33 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
         if training is None:
             return call.proceed()
         make_missing_states(worker.optimizer)
-        result = call.proceed()
-        later = _saves_later(worker)
-        files = None if later else files_of_rank(optimizer_path, written=True)
-        training.save(optimizer_path, files)
-        return result
+        if _saves_later(worker, call.arguments.get("checkpointing_cfg")):
+            result = call.proceed()
+            training.save(optimizer_path)
+            return result
+        places = _places(optimizer_path, weights_path)
+        with saved_aside(training, optimizer_path, places) as aside:
+            call.arguments["optimizer_path"], call.arguments["weights_path"] = aside.values()
+            return call.proceed()
 
 
 @seam(at=_at_method("load_checkpoint"), why=INHERITED, **_FP16)
-def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
+def load_checkpoint(call: Call, weights_path: Any, optimizer_path: Any) -> Any:
     """Load a checkpoint; if NeMo-RL restores the optimizer, restore the scaler as well."""
     with _outermost(call.instance, "load") as outermost:
         result = call.proceed()
         training = _training_of(call.instance) if outermost and optimizer_path else None
         if training is not None:
-            training.restore(optimizer_path, files_of_rank(optimizer_path))
+            training.restore(optimizer_path, files_of_rank(_places(optimizer_path, weights_path)))
         return result
 
 
-def _saves_later(instance: Any) -> bool:
+def _places(optimizer: str, weights: str) -> dict[str, str]:
+    return {"": optimizer, "../weights/": weights}
+
+
+def _saves_later(instance: Any, given: Any) -> bool:
     """Whether a worker writes its files in the background, after ``save_checkpoint`` returns."""
     manager = getattr(instance, "checkpoint_manager", None)
-    return bool(getattr(getattr(manager, "checkpoint_config", None), "is_async", False))
+    held = getattr(getattr(manager, "checkpoint_config", None), "is_async", False)
+    return bool((given or {}).get("is_async", held))

@@ -14,7 +14,7 @@ import torch
 
 from precision_shim.adapting import Call, decide, seam, versioned, warn
 from precision_shim.precision.dtypes import name_of
-from precision_shim.scaling import Files
+from precision_shim.scaling import Files, SaveAside
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
@@ -145,10 +145,16 @@ def step(call: Call, optimizer: Any) -> Any:
 def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     """Put the scaler's state into the ``client_state`` of a checkpoint."""
     training = ScaledTraining.of(call.instance)
-    if training is not None and optimizer is not None:
-        record = training.record(_files(call.instance, ckpt_dir))
+    if training is None or optimizer is None:
+        return call.proceed()
+    from skyrl.backends.skyrl_train.utils.io.io import is_cloud_path
+
+    with SaveAside({} if is_cloud_path(ckpt_dir) else {"": ckpt_dir}, None) as aside:
+        place = aside.places.get("", ckpt_dir)
+        record = training.record(_files(call.instance, place), aside.name)
         call.arguments["client_state"] = {**(client_state or {}), CLIENT_KEY: record}
-    return call.proceed()
+        call.arguments["ckpt_dir"] = place
+        return call.proceed()
 
 
 @seam(

@@ -19,6 +19,7 @@ from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.precision.scaler_record import FILE_NAME
 
 from ... import torch_fp16
+from ...torch_fp16.files import saved_aside
 from ..training.engines import VEOMNI, on
 from ..training.fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
 
@@ -59,9 +60,14 @@ def save(call: Call, local_path: Any) -> Any:
     """Write the scaler's state beside the checkpoint of an engine or a legacy worker."""
     manager, training = _find_manager(call.instance)
     contents = manager.checkpoint_save_contents
-    result = call.proceed()
-    if training is not None and _goes_with(manager, local_path, contents):
-        training.save(local_path, _files(manager, local_path))
+    if training is None or not _goes_with(manager, local_path, contents):
+        return call.proceed()
+    with saved_aside(training, local_path, {"": local_path}) as aside:
+        call.arguments["local_path"] = aside[""]
+        result = call.proceed()
+        # verl removes old checkpoints by this list
+        here, paths = os.path.abspath(local_path), manager.previous_saved_paths
+        manager.previous_saved_paths = [here if one == aside[""] else one for one in paths]
     return result
 
 

@@ -133,14 +133,14 @@ def save(call: Call, local_path: Any) -> Any:
     training, optimizer = training_of(call.instance), call.instance.optimizer
     if training is None or not training.drives:
         return call.proceed()
-    from ...torch_fp16.files import files_of_rank
+    from ...torch_fp16.files import saved_aside
     from ...torch_fp16.states import make_missing_states
 
     make_missing_states(optimizer)
-    result = call.proceed()
     place = os.path.join(local_path, _OPTIMIZER)
-    training.save(place, files_of_rank(place, written=True))
-    return result
+    with saved_aside(training, place, {"../": local_path}) as aside:
+        call.arguments["local_path"] = aside["../"]
+        return call.proceed()
 
 
 @seam(
@@ -157,5 +157,5 @@ def load(call: Call, local_path: Any) -> Any:
         from ...torch_fp16.files import files_of_rank
 
         place = os.path.join(local_path, _OPTIMIZER)
-        training.restore(place, files_of_rank(place))
+        training.restore(place, files_of_rank({"": place, "../": local_path}))
     return result
