@@ -34,12 +34,16 @@ MEGATRON = Backend(
         fields=(
             "adam_beta2",
             "bf16",
+            "decoupled_lr",
+            "decoupled_min_lr",
             "exp_avg_dtype",
             "exp_avg_sq_dtype",
             "fp16",
             "loss_scale",
+            "lr",
             "main_grads_dtype",
             "main_params_dtype",
+            "min_lr",
             "optimizer",
             "optimizer_cpu_offload",
             "optimizer_offload_fraction",
@@ -49,7 +53,7 @@ MEGATRON = Backend(
             "use_precision_aware_optimizer",
         ),
         beside=("grad_reduce_in_fp32",),  # a field of DDP's config
-        numbers=("adam_beta2",),
+        numbers=("adam_beta2", "decoupled_lr", "decoupled_min_lr", "lr", "min_lr"),
         remedies=(
             {"exp_avg_sq_dtype": "fp32"},
             {"exp_avg_dtype": "fp32"},

@@ -54,6 +54,9 @@ def test_a_resume_is_exact(
     assert same_stepped(stepped(second[1]), there)
     assert builds.train(*second, 2, first=3) == straight
     assert same_stepped(stepped(second[1]), after)
+    # A count that no step moves would remain in the states.
+    (inner,) = (one.optimizer for one in second[1].chained_optimizers)
+    assert {int(state.get("step", 5)) for state in inner.state.values()} == {5}
 
 
 @SHARDINGS

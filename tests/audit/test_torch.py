@@ -57,6 +57,19 @@ def test_before_and_after_the_first_step() -> None:
     assert "no-master: " in str(after)
 
 
+@pytest.mark.parametrize(("dtype", "last"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+def test_a_step_count_that_stands_still(dtype: torch.dtype, last: int) -> None:
+    model, optimizer = trained(*adamw())
+    assert precision_shim.audit(model, optimizer).ok
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(float(last), dtype=dtype)
+    trained(model, optimizer)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {last}
+    (problem,) = precision_shim.audit(model, optimizer).problems
+    assert (problem.code, problem.expected) == ("step-count", "a step count in fp32")
+    assert f"stands still at {last}" in problem.message
+
+
 def test_the_keys_of_the_dict() -> None:
     found = precision_shim.audit(*trained(*adamw(torch.bfloat16)), expected={"master": "fp32"})
     values = found.to_dict()

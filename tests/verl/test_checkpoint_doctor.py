@@ -5,12 +5,22 @@ verl's own functions load. Each writer's checkpoint is written once for all resu
 
 from __future__ import annotations
 
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from precision_shim.adapting import version_of
+from precision_shim.errors import CheckpointLayoutError
+from precision_shim_adapters.megatron.policy.groups import identifiers
+from precision_shim_adapters.megatron.policy.legality import release
 
 from ..audit.offloading import OFFLOAD, same_stepped, stepped
 from ..every_framework.checkpoint_doctor import ask, told_by
@@ -24,6 +34,8 @@ pytestmark = [
     ),
     pytest.mark.slow,
 ]
+
+CORE = release(version_of("megatron-core", ("megatron",)) or "")
 
 OWN = {"use_precision_aware_optimizer": True}
 WHOLE = {**OWN, "store_param_remainders": False}
@@ -104,6 +116,83 @@ def test_the_verdict_is_what_the_load_does(
         first.train(STEPS)
         first.save(tmp_path / "saved", sharding)
     hold(tmp_path / "saved", sharding, first.states(), offloads=False)
+
+
+def groups_of(one: Any) -> list[dict[str, Any]]:
+    """The settings of each parameter group that a load changes, and no step does."""
+    return [
+        {name: group[name] for name in ("max_lr", "min_lr", "eps", "wd_mult")}
+        for optimizer in one.optimizer.chained_optimizers
+        for group in optimizer.optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("sharding", [DP, FULLY])
+@pytest.mark.parametrize("own", [{}, {"decoupled_lr": 1e-4}, {"eps": 1e-4}], ids=str)
+def test_the_verdict_on_parameter_groups(
+    fused_adam: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sharding: str,
+    own: dict[str, float],
+) -> None:
+    """Megatron finds a group by a few settings, and gives it those of the last group that fits."""
+    from megatron.core import optimizer
+
+    if "eps" in own:
+        standard = optimizer.get_standard_config_overrides
+        key = optimizer.ParamKey(name="*linear_qkv.weight")
+        monkeypatch.setattr(
+            optimizer,
+            "get_standard_config_overrides",
+            lambda config: {**standard(config), key: own},
+        )
+    config = {name: value for name, value in own.items() if name != "eps"}
+    first = job(**config)
+    first.train(1)
+    first.save(tmp_path / "saved", sharding)
+    known = {"adam_beta2": 0.95, "grad_reduce_in_fp32": True, "min_lr": 0.0, **config}
+    told, done = {}, {}
+    for on, lr in ((False, 1e-2), (True, 1e-2), (False, 2e-2), (True, 2e-2)):
+        with shim(on, "as-configured"):
+            told[on, lr] = ask(tmp_path / "saved", "verl", {**known, "lr": lr}).outcome.verdict
+            try:
+                second = job(seed=1, lr=lr, **config)
+                second.load(tmp_path / "saved", sharding)
+                same_groups = groups_of(second) == groups_of(first)
+                done[on, lr] = "exact" if same_groups else "misread"
+            except (KeyError, CheckpointLayoutError) as error:
+                done[on, lr] = told_by(type(error).__name__)
+    assert told == done
+    assert done[True, 1e-2] == "exact"
+    assert "lr=0.01" in ask(tmp_path / "saved", "verl").outcome.because
+
+
+def test_the_settings_by_which_megatron_finds_a_group(cpu: None) -> None:
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    assert identifiers(CORE) == param_group_identifier_keys
+
+
+@pytest.mark.skipif(CORE >= (0, 19), reason="0.19 reads both forms")
+def test_the_common_state_within(fused_adam: str, tmp_path: Path) -> None:
+    """megatron-core 0.19 writes the common state as an object, where older ones do not look."""
+    first, common = job(), tmp_path / "common.pt"
+    first.train(1)
+    first.save(tmp_path, DP)
+    assert ask(tmp_path, "verl", on=False).outcome.exact
+    metadata, content = pickle.loads((tmp_path / ".metadata").read_bytes()), io.BytesIO()
+    torch.save([torch.load(common, weights_only=False)], content)
+    (tmp_path / "__9_0.distcp").write_bytes(content.getvalue())
+    place = MetadataIndex("common_state/shard_0_1")
+    metadata.state_dict_metadata[place.fqn] = BytesStorageMetadata()
+    metadata.storage_data[place] = _StorageInfo("__9_0.distcp", 0, len(content.getvalue()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    common.unlink()
+    found = ask(tmp_path, "verl", on=False)
+    assert (found.outcome.verdict, found.remedy) == ("fails", "megatron-core 0.19 or newer")
+    with pytest.raises(Exception, match=r"common\.pt|not a distributed checkpoint"):
+        job(seed=1).load(tmp_path, DP)
 
 
 def offloaded(share: float, **config: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from ..errors import AuditError, DtypeError
 from ..precision.dtypes import accepted_names, any_dtype, name_of
 from ..precision.effect import CODE, Written, without_effect
-from ..precision.moments import second_moment_can_decay
+from ..precision.moments import LAST_COUNTS, second_moment_can_decay
 from ..precision.updates import without_masters
 from . import meters
 from .reading import SIXTEEN_BIT, Reading, Wanted
@@ -71,6 +71,13 @@ def problems(
     bare, most = _no_master(reading, mend)
     if bare and most:
         yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
+    states = [state for stepper in reading.steppers for state in stepper.state.values()]
+    steps = {
+        name_of(state["step"].dtype) for state in states if hasattr(state.get("step"), "dtype")
+    }
+    for low in sorted(steps & LAST_COUNTS.keys()):
+        remedy = f"in {low} it stands still at {LAST_COUNTS[low]}: keep each state's 'step' in fp32"
+        yield tell("step-count", None, "a step count in fp32", low, remedy)
     for component, dtype in expected.items():
         there = part.components[component]
         if there.state == "later" and not there.dtypes:

@@ -1,4 +1,4 @@
-"""Decide whether Adam's moments can be stored in 16 bits.
+"""Decide whether Adam's moments and step count can be stored in 16 bits.
 
 bf16 rounds ``v <- beta2 * v + (1 - beta2) * g^2`` to 8 significant bits. If a step's relative
 change ``1 - beta2`` is at most half an ulp (2^-9 to 2^-8 of ``v``), rounding restores the old
@@ -10,6 +10,10 @@ from __future__ import annotations
 SECOND_MOMENT_LIMIT = 2.0**-8
 """``1 - beta2`` must exceed this value if the second moment is in bf16. If a decay is
 smaller, rounding to bf16 restores the old value: half an ulp of bf16 is at most 2^-8 of a value."""
+
+
+LAST_COUNTS = {"bf16": 256, "fp16": 2048}
+"""The step count at which each dtype stands still, because adding 1 is rounded away."""
 
 
 def second_moment_can_decay(beta2: float) -> bool:

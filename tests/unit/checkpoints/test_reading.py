@@ -93,6 +93,9 @@ def test_masters_are_told_by_dtype_and_values(
     (part,) = read_parts(megatrons(tmp_path / "saved", **{key: master}))
     assert part.masters == told
     assert part.facts["sharding"] == "fully_reshardable"
+    with_norm = {key: master, "optimizer.state.param.norm.weight": torch.randn(6, 4)}
+    (part,) = read_parts(megatrons(tmp_path / "mixed", **with_norm))
+    assert part.masters == told
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["common.pt", "an object"])

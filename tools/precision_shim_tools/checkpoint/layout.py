@@ -52,6 +52,7 @@ class CheckpointPart:
         beside: the directories with files of other kinds, each with its kind.
         held: the model's tensors, by component.
         facts: what else predicts the resume, such as ``sharding`` and the dtype of ``params``.
+        groups: for each optimizer of Megatron's, the settings of its parameter groups.
         scalers: the loss scaler records that the framework itself saved, not yet validated.
         masters: ``"fp32"``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN`` or ``"none"``.
         bf16_moments: for each moment, whether every sampled value is a bf16 number.
@@ -69,6 +70,7 @@ class CheckpointPart:
     beside: tuple[tuple[Path, str], ...] = ()
     held: dict[str, list[Tensor]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
     scalers: list[dict[str, Any]] = field(default_factory=list)
     masters: str = "none"
     bf16_moments: dict[str, bool] = field(default_factory=dict)
@@ -104,10 +106,12 @@ class Outcome:
             optimizer states are reset. ``"not here"``: this environment cannot resume the model.
             ``"not known"``: the checkpoint has states or files in ``CheckpointPart.unknown``.
         because: one sentence on the reason for ``verdict``.
+        how: what makes the resume exact, if it is no setting of the shim's.
     """
 
     verdict: Literal["exact", "refused", "misread", "fails", "starts anew", "not here", "not known"]
     because: str
+    how: str = ""
 
     @property
     def exact(self) -> bool:

@@ -21,6 +21,13 @@ from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters.common.megatron_keys import KEEPING, KEYED, OFFLOADED
 from precision_shim_adapters.megatron.checkpoints import cpu_offload
 from precision_shim_adapters.megatron.installed import fused_adam_support
+from precision_shim_adapters.megatron.policy.groups import (
+    RATES_SINCE,
+    identifiers,
+    merged,
+    named,
+    restored,
+)
 from precision_shim_adapters.megatron.policy.legality import REMAINDERS_SINCE, release
 from precision_shim_adapters.megatron.policy.optimizer_plan import plan_optimizer
 from precision_shim_adapters.megatron.policy.requested import (
@@ -34,6 +41,9 @@ from precision_shim_adapters.megatron.policy.requested import (
 
 from .layout import MOMENTS, NUMBERS, REMAINDERS, UNKNOWN, CheckpointPart, Outcome, halves
 from .prediction import Here
+
+COMMON_WITHIN = (0, 19)
+"""The first megatron-core release that reads the common state from an object in ``.distcp``."""
 
 _TAKES_PADDING = (0, 17)
 """The first megatron-core release whose ``_set_main_param_and_optimizer_states`` skips entries
@@ -129,7 +139,8 @@ def predict_resume(
     ``mends_offload`` is whether the framework itself, such as SkyRL, patches Megatron's load of an
     optimizer for CPU offload.
     """
-    half = halves(part)
+    core = version_of("megatron-core", ("megatron",)) or ""
+    half = halves(part) or _lacks_common(part, core)
     if half is not None:
         return half
     if part.masters == UNKNOWN:
@@ -148,19 +159,22 @@ def predict_resume(
             )
     counting = any(holds(feature, cpu_offload.GROUP) for feature in cpu_offload.FEATURES)
     shimmed = holds(DISPATCH, STATES)
+    told = _judge_groups(part, here, release(core), shimmed)
     if live.torchs_adam and part.facts.get("sharding"):
-        return Outcome(
+        told = Outcome(
             "refused" if shimmed else "fails",
             "Megatron would step with torch's Adam, and cannot load its states: TransformerEngine "
             "is not installed",
         )
+    if isinstance(told, Outcome):
+        return told
     return (
         _cannot_count(part, live, counting, mends_offload)
         or (None if counting else _judge_left_out(part, live, mends_offload))
         or (_masters_with_shim(part, live) if shimmed else _masters_without(part, live))
         or _narrower(part, live, shimmed)
         or _scaler(part, live)
-        or _go_on(part, live)
+        or _go_on(part, live, told)
     )
 
 
@@ -204,6 +218,14 @@ def _live(requested: RequestedConfig, part: CheckpointPart, here: Here, holds: A
         asked_aware=asked_aware,
         torchs_adam=not offloads and now.support.version is None and find_spec("apex") is None,
     )
+
+
+def _lacks_common(part: CheckpointPart, core: str) -> Outcome | None:
+    files = {archive.path.name for unit in part.units for archive in unit.common}
+    if not core or release(core) >= COMMON_WITHIN or "common.pt" in files:
+        return None
+    lacking = f"megatron-core {core} looks for common.pt, which newer releases do not write"
+    return Outcome("fails", lacking, "megatron-core 0.19 or newer")
 
 
 def _cannot_count(part: CheckpointPart, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
@@ -261,7 +283,7 @@ def _masters_with_shim(part: CheckpointPart, live: Live) -> Outcome | None:
 
 def _cannot_load(part: CheckpointPart, live: Live, sharding: str) -> str:
     """Why Megatron, without the shim, cannot load this form; empty if it can."""
-    if sharding in KEYED and not live.precision_aware and "fp32" in part.dtypes("params"):
+    if sharding in KEYED and not live.precision_aware and "fp32" in part.facts["owned"]:
         return "Megatron loads with autograd on, and cannot write fp32 parameters"
     now = release(version_of("megatron-core", ("megatron",)) or "")
     if live.precision_aware and sharding == "dp_reshardable" and now < _TAKES_PADDING:
@@ -304,13 +326,52 @@ def _narrower(part: CheckpointPart, live: Live, shimmed: bool) -> Outcome | None
     return scaled
 
 
-def _go_on(part: CheckpointPart, live: Live) -> Outcome:
+_RATES = {"max_lr": ("lr", "decoupled_lr"), "min_lr": ("min_lr", "decoupled_min_lr")}
+"""The fields of Megatron's OptimizerConfig from which a parameter group has its learning rates."""
+
+
+def _judge_groups(
+    part: CheckpointPart, here: Here, core: tuple[int, ...], shimmed: bool
+) -> Outcome | str:
+    """The outcome if groups are not found or get others' settings; else what "exact" rests on."""
+    keys, config, told = identifiers(core), here.config or {}, ""
+    unlike: dict[str, Any] = {}
+    for saved in part.groups:
+        live = []
+        for group in saved:
+            own = not group.get("default_config", not group.get("is_decoupled_lr"))
+            fields = {pair[own]: name for name, pair in _RATES.items()}
+            live.append(group | {fields[key]: config[key] for key in fields.keys() & config.keys()})
+            if not own:
+                unlike |= {key: group.get(name) for key, name in fields.items()}
+        unlike = {key: rate for key, rate in unlike.items() if config.get(key) != rate}
+        differing = ", ".join(merged(saved, keys))
+        if differing and not shimmed:
+            why = f"Megatron does not tell its parameter groups apart by {differing}"
+            return Outcome("misread", f"{why}: all would get the settings of the last")
+        if None in restored(live, saved, keys):
+            return Outcome("refused", f"the job's groups have other {differing} than those saved")
+        known = {named(group, keys) for group in saved}
+        if any(named(group, keys) not in known for group in live):
+            why = "Megatron finds a group by its learning rates: the load ends in a KeyError"
+            return Outcome("fails", why, _written(unlike) or "the saved decoupled rates")
+        told += f", if the job's groups have the saved {differing}" if differing else ""
+    if unlike and core < RATES_SINCE:
+        return f"{told}, with the saved {_written(unlike)} whatever the job's config says"
+    return f"{told}, if the job has {_written(unlike)} (else: a KeyError)" if unlike else told
+
+
+def _written(rates: Mapping[str, Any]) -> str:
+    return ", ".join(f"{field}={rate}" for field, rate in sorted(rates.items()))
+
+
+def _go_on(part: CheckpointPart, live: Live, told: str) -> Outcome:
     masters = "int16 remainders" if part.masters == REMAINDERS else "fp32 masters"
     kept = "fp32"
     if live.precision_aware:
         kept = "int16 remainders" if live.remainders else "fp32 masters"
         kept += "".join(f", {name} {live.states[name]}" for name in MOMENTS)
-    return Outcome("exact", f"{masters} and moments go on in {kept}")
+    return Outcome("exact", f"{masters} and moments go on in {kept}{told}")
 
 
 def _scaler(part: CheckpointPart, live: Live) -> Outcome | None:

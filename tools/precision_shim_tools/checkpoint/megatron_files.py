@@ -72,6 +72,8 @@ def _sharding_of(tree: Any) -> str | None:
 def _take_settings(archive: Archive, part: CheckpointPart, *, common: bool) -> None:
     """Add the settings in the common state, or in another object of the optimizer."""
     for found in dicts_in(archive.tree):
+        if isinstance(groups := found.get("param_groups"), list):
+            part.groups.append([group for group in groups if isinstance(group, dict)])
         if isinstance(found.get("betas"), (tuple, list)):
             part.facts["adam_beta2"] = float(found["betas"][1])
         if OFFLOADED in found:
@@ -84,6 +86,7 @@ def _take_settings(archive: Archive, part: CheckpointPart, *, common: bool) -> N
 
 
 def _note_dtypes(part: CheckpointPart, params: str, bucket: str) -> None:
+    part.facts.setdefault("owned", set()).add(dtype_name(params))
     if part.facts.get("params") in (None, "fp32"):  # some parameters of a 16-bit model may be fp32
         part.facts["params"] = dtype_name(params)
         part.facts["bucket"] = dtype_name(bucket)

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from precision_shim.errors import PrecisionShimError
+from precision_shim.precision.moments import LAST_COUNTS
 from precision_shim.process import session as _session
 from precision_shim.process import settings as _settings
 from precision_shim.process.registry import backends, checkpoints, entries, records
@@ -77,6 +78,10 @@ def _is_installed(framework: str) -> bool:
 def predict_resume(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a resume from a model's checkpoint ends in the environment ``here``."""
     outcome = _predict(part, here)
+    tensors = (pair for unit in part.units for pair in unit.tensors.items())
+    low = {one.dtype for key, one in tensors if key.endswith(".step")} & LAST_COUNTS.keys()
+    if low and outcome.exact:
+        outcome = Outcome("misread", f"its step count, in {'+'.join(low)}, stands still")
     # The rules are those of Adam's states; and a file may contain what seems to be missing.
     doubt = part.unknown and (outcome.exact or halves(part) or any(part.unknown.values()))
     if not doubt or outcome.verdict == "not here":

@@ -194,7 +194,7 @@ def _judge_native(part: CheckpointPart) -> Scaler:
 def _look_at_values(part: CheckpointPart) -> None:
     masters = part.held.get("master")
     if masters:
-        part.masters = REMAINDERS if set(part.dtypes("master")) == {"int16"} else UNKNOWN
+        part.masters = REMAINDERS if "int16" in part.dtypes("master") else UNKNOWN
     if find_spec("torch") is None:
         if part.masters == UNKNOWN:
             part.notes.append("torch is not installed here: no values were looked at")

@@ -114,6 +114,6 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
         if not part.framework:
             part.framework = only_framework(part.kind)
         outcome = predict_resume(part, here)
-        how = "" if outcome.verdict in _SETTLED else remedy(part, here)
+        how = "" if outcome.verdict in _SETTLED else outcome.how or remedy(part, here)
         examined.append(Examined(part, outcome, how))
     return examined

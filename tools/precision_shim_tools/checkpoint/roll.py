@@ -38,6 +38,7 @@ def predict_sharded(part: CheckpointPart, here: Here) -> Outcome:
 
         if here.in_force("roll", FEATURE, FSDP2):
             found = torch_fp16.predict_scaler("roll", part, here, shimmed=True)
+            found = torch_fp16.states_of_others("roll", part) or found
             return found or Outcome("exact", "the shim makes the moments that ROLL loads into")
     who = versioned("roll", called="ROLL")
     because = f"{who} leaves moments out: it loads into an optimizer that has none yet"

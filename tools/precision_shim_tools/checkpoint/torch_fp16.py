@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import torch
 
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.scaler_record import choose_values
 from precision_shim_adapters.torch_fp16.settings import FEATURE, settings_for
 
-from .layout import FLOATS, MOMENTS, CheckpointPart, Outcome, halves
+from .layout import FLOATS, CheckpointPart, Outcome, halves
 from .prediction import Here
+from .tensors import Tensor
 
 
 def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str) -> Outcome:
@@ -24,7 +28,7 @@ def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str)
             f"its {' and '.join(lacking)} files are missing, which {framework} loads unless the "
             "job's config leaves them out",
         )
-    other = _states_of_others(framework, part)
+    other = states_of_others(framework, part)
     if other is not None:
         return other
     held = [dtype for name in part.dtypes("params") if (dtype := parse_dtype(name)) is not None]
@@ -41,19 +45,63 @@ def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str)
     return predict_scaler(framework, part, here, shimmed) or Outcome("exact", told)
 
 
-def _states_of_others(framework: str, part: CheckpointPart) -> Outcome | None:
+def states_of_others(framework: str, part: CheckpointPart) -> Outcome | None:
     """The outcome if the states do not have their parameters' dtypes, as those of torch's Adam."""
     if part.held.get("master"):
         return Outcome("not known", "its optimizer keeps masters, and is not torch's")
-    params = part.dtypes("params")
-    for name in MOMENTS:
-        for stored in sorted({*FLOATS} & part.dtypes(name).keys() - params.keys()):
-            if part.kind == "shards" or framework == "torchtitan":
-                # torch's Optimizer.load_state_dict casts a state to its parameter's dtype.
-                why = f"torch would cast its {stored} {name} to the parameters' {'+'.join(params)}"
-                return Outcome("misread", why)
-            return Outcome("not known", f"its {name} is {stored}, unlike its parameters")
-    return None
+    doubt = None
+    for whose, name, stored, params in _owners(part):
+        if stored not in FLOATS or params == {stored}:
+            continue
+        dtypes = "+".join(sorted(params))
+        if stored in params:
+            why = f"the files do not show which of its {dtypes} parameters have the {stored} {name}"
+            doubt = Outcome("not known", why)
+        elif part.kind == "shards" or framework == "torchtitan":
+            # torch's Optimizer.load_state_dict casts a state to its parameter's dtype.
+            why = f"torch would cast its {stored} {name} to the parameters' {dtypes} (as {whose})"
+            return Outcome("misread", why)
+        else:
+            return Outcome("not known", f"its {name} is {stored}, unlike its parameters ({whose})")
+    return doubt
+
+
+_MOMENT = re.compile(r"(?:.*\bstate\.)?(.+)\.(exp_avg|exp_avg_sq)$")
+
+
+def _owners(part: CheckpointPart) -> Iterator[tuple[str, str, str, set[str]]]:
+    """Yield each moment's parameter, name and dtype, and the dtypes that the parameter may have.
+
+    torch names a state by its parameter's name, or by its number among the optimizer's parameters.
+    """
+    every = part.held.get("params", [])
+    kept = {id(tensor) for tensor in every}
+    weights: dict[str, dict[str, Tensor]] = {}
+    moments: dict[str, list[tuple[str, str, Tensor]]] = {}
+    for unit in part.units:
+        for key, tensor in unit.tensors.items():
+            of_rank = key.partition(".")[2].partition(".")
+            rank, _, name = of_rank if part.kind == "shards" else ("", "", key)
+            if id(tensor) in kept:
+                weights.setdefault(rank, {})[name] = tensor
+            elif match := _MOMENT.match(name):
+                moments.setdefault(rank, []).append((match[1], match[2], tensor))
+    for rank, states in moments.items():
+        near = weights.get(rank, {})
+        if all(whose.isdigit() for whose, *_ in states):
+            own = {str(number): tensor for number, tensor in enumerate(near.values())}
+            sizes = {number: tensor.elements for number, tensor in own.items()}
+            if any(sizes.get(whose) != tensor.elements for whose, _, tensor in states):
+                own = {}
+        else:  # the model's keys may have a prefix
+            longest = sorted(near, key=len, reverse=True)
+            words = {name: name.split(".") for name in longest}
+            own = {
+                ".".join(ends[i:]): near[n] for n, ends in words.items() for i in range(len(ends))
+            }
+        for whose, name, tensor in states:
+            dtypes = {one.dtype for one in ([own[whose]] if whose in own else every)}
+            yield whose, name, tensor.dtype, dtypes
 
 
 def predict_scaler(

@@ -146,4 +146,7 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
         inner._sync_hdo_state_to_sub_optimizers()
         # Make the states refer to the inner optimizers' master weights, as each step does.
         inner._sync_sub_optimizers_state_to_hdo()
+    # FusedAdam counts in its groups: a count in its states would stay the checkpoint's.
+    for state in inner.gpu_optimizer.state.values() if inner.gpu_optimizer is not None else ():
+        state.pop("step", None)
     return result

@@ -12,6 +12,7 @@ Delete this module with ``optimizer_state``, when Megatron numbers parameters in
 
 from __future__ import annotations
 
+import sys
 import weakref
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from precision_shim.precision.remainders import (
     split_master,
 )
 
+from ..policy.groups import merged, restored
 from ..policy.requested import STATES
 from ..training.build import megatron_label
 from .optimizer_state import OPTIMIZER, REMEDY, checkpoint_seam, join
@@ -241,8 +243,9 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
 @checkpoint_seam(
     STATES,
     f"{OPTIMIZER}.load_state_dict",
-    "parameters written with the masters must reach the other ranks",
+    "parameters written with the masters must reach the other ranks, and groups must not merge",
     "param_state",
+    "param_group_identifier_keys",
     "config",
     "optimizer",
     "model_chunks",
@@ -251,16 +254,23 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
 def spread_parameters(call: Call, state_dict: Any) -> Any:
     """Raise an error on all ranks if one rank refused the states, else all-gather the parameters.
 
+    Parameter groups that Megatron takes for one get back the settings in which they differ.
+
     Raises:
-        CheckpointLayoutError: ``split_states`` refused the states on this or on another rank.
+        CheckpointLayoutError: ``split_states`` refused the states on this or on another rank, or a
+            group has settings of its own that no saved group has.
     """
     optimizer = call.instance
+    settings = _settings_of_groups(optimizer, state_dict)
     refused: list[CheckpointLayoutError] = []
     _loading[optimizer] = refused
     try:
         result = call.proceed()
     finally:
         del _loading[optimizer]
+    groups = optimizer.optimizer.param_groups if settings else ()
+    for group, own in zip(groups, settings, strict=True):
+        group.update(own)
     if "param_state" not in state_dict:
         return result
     # Ranks own different parameters, or none: if only one rank raised, the other ranks would wait.
@@ -278,3 +288,21 @@ def spread_parameters(call: Call, state_dict: Any) -> Any:
         for chunk in optimizer.model_chunks:
             chunk.start_param_sync(force_sync=True)
     return result
+
+
+def _settings_of_groups(optimizer: Any, state_dict: Any) -> list[Any]:
+    """The settings for each live group; empty if Megatron takes each from the right group."""
+    saved = state_dict.get("optimizer", {}).get("param_groups", ())
+    live = getattr(optimizer.optimizer, "param_groups", ())
+    keys = sys.modules[OPTIMIZER.partition(":")[0]].param_group_identifier_keys
+    found = restored(live, saved, keys)
+    if None in found:
+        fields, group = merged(saved, keys), live[found.index(None)]
+        raise CheckpointLayoutError(
+            f"{megatron_label()}, optimizer checkpoint: Megatron does not tell its parameter "
+            f"groups apart by {', '.join(fields)}, in which they differ, and none was saved with "
+            f"this job's {', '.join(f'{name}={group.get(name)}' for name in fields)}. Set these as "
+            "in the job that saved (lr, min_lr, decoupled_lr, or your own overrides), or start "
+            "from the model's weights without the optimizer's states."
+        )
+    return found
