@@ -487,7 +487,7 @@ def test_a_misspelt_field_of_megatrons_is_illegal_and_the_near_one_named(
     fields = {CONFIG: ("use_precision_aware_optimizer", "lr"), DDP: ("grad_reduce_in_fp32",)}
     monkeypatch.setattr(megatron_plan, "fields_of", fields.__getitem__)
     wrong = asked(asked={"use_precision_aware_optimiser": True, "lr": 1.0})
-    wrong = replace(wrong, bucket_key="ddp.grad_reduce_in_fp32", bucket_keys=("grad_reduce",))
+    wrong = replace(wrong, bucket_key="ddp.grad_reduce_in_fp32", buckets={"grad_reduce": True})
     _, found = plan_model(wrong, SETTINGS, NEWEST)
     assert [(one.code, one.key) for one in found] == [
         ("key", "optim.use_precision_aware_optimiser"),

@@ -22,6 +22,7 @@ from precision_shim.precision.releases import release
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
+from precision_shim_adapters.megatron.policy.bucket import SUMS
 from precision_shim_adapters.megatron.policy.legality import GATHER
 from precision_shim_adapters.nemo_rl import rollout
 from precision_shim_adapters.nemo_rl.training import dtensor, megatron
@@ -279,7 +280,7 @@ def _on_megatron(
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{ddp}.grad_reduce_in_fp32",
-        bucket_keys=tuple(map(str, buckets)),
+        buckets={name: value for name, value in buckets.items() if name != SUMS},
         prefix="++",
         quantized=quantized_in(fp8) if fp8.get("enabled") else "",
         layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},

@@ -6,7 +6,7 @@ functions ``plan_optimizer``, ``choose_bucket`` and ``reader.read_wanted``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -24,6 +24,7 @@ from precision_shim_adapters.megatron.audit import reader
 from precision_shim_adapters.megatron.installed import needs_gather
 from precision_shim_adapters.megatron.policy import legality, optimizer_plan, scaler
 from precision_shim_adapters.megatron.policy.bucket import (
+    SUMS,
     BucketChoice,
     choose_bucket,
     describe_bucket,
@@ -71,7 +72,7 @@ class MegatronModel:
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line, such as ``"++"``.
-        bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
+        buckets: the fields of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
         takes_name: whether the framework converts a dtype name; ``None``: Megatron gets all names.
@@ -93,7 +94,7 @@ class MegatronModel:
     key: str = "{}"
     bucket_key: str = _BUCKET
     prefix: str = ""
-    bucket_keys: Collection[str] = ()
+    buckets: Mapping[str, Any] = field(default_factory=dict)
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     takes_name: Callable[[str], bool] | None = None
@@ -121,7 +122,7 @@ class MegatronModel:
 
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""
-        ddp = name in (_BUCKET, legality.GATHER)
+        ddp = name in (_BUCKET, SUMS, legality.GATHER)
         return self.bucket_key.replace(_BUCKET, name) if ddp else self.key.format(name)
 
     def problem(self, code: str, name: str, message: str, remedy: str) -> Problem:
@@ -303,7 +304,7 @@ def _unknown(asked: MegatronModel) -> Iterator[Problem]:
     bucket_key = asked.bucket_key.rpartition(".")[0] + ".{}"
     for written, target, key in (
         (asked.written, CONFIG, asked.key),
-        (asked.bucket_keys, DDP, bucket_key),
+        (asked.buckets, DDP, bucket_key),
     ):
         whose = f"Megatron's {target.rpartition(':')[2]}"
         yield from unknown_keys(written, fields_of(target), asked.subject, key, whose)
@@ -406,6 +407,11 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
         back = asked.gathers or not needs_gather()
         fault = legality.quantized_fault(fields, written_back=back)
         found += [("fp8-parameters", *fault)] if fault else []
+    bucket = requested.bucket_in_fp32
+    if asked.buckets.get(SUMS) and (asked.bucket_in_fp32 if bucket is None else bucket):
+        message = "Megatron takes it only with grad_reduce_in_fp32: false"
+        remedy = "Write grad_reduce_in_fp32: false, or leave it out."
+        found.append(("bucket", SUMS, message, remedy))
     narrow = asked.dtype is torch.float16 and not side.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
         message = "fp16 gradients cannot be clipped by the precision-aware optimizer"
@@ -438,6 +444,7 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
     wanted = reader.read_wanted(fields.get)
     aware = bool(fields.get(megatron.PRECISION_AWARE))
     bucket = torch.float32 if side.bucket.grad_reduce_in_fp32 else dtype
+    sums = bool(asked.buckets.get(SUMS)) and not side.bucket.grad_reduce_in_fp32
     master = wanted.masters.get(dtype)
     main = wanted.masters[torch.float16]
     if master is None and aware and reader.adam_keeps_masters(fields.get, main):
@@ -454,7 +461,8 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
         "" if master is None else name_of(master),
         name_of(moments[0]),
         name_of(moments[1]),
-        copies=torch.float32 not in (dtype, bucket) and not legality.steps_parameters(fields),
+        sums="fp32" if sums else "",
+        copies=not (sums or torch.float32 in (dtype, bucket) or legality.steps_parameters(fields)),
         offloaded=min(max(offloaded, 0.0), 1.0),
         quantized=asked.quantized,
         offload_keeps_master=not aware,
@@ -530,6 +538,12 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
             "transposed (from Blackwell on not with the recipes delayed and tensorwise: 1 byte); "
             "their scales are not counted. Embeddings, norms and the output layer stay "
             f"{name_of(asked.dtype)}"
+        )
+    sums = asked.buckets.get(SUMS) or ()
+    if sums and not {"all", "*"}.intersection(sums):
+        yield (
+            f"{asked.key_of(SUMS)}: counted as if all parameters had these names: up to 4 bytes "
+            "of gradients per parameter more"
         )
     further = asked.model.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if further:

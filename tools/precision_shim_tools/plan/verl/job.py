@@ -208,7 +208,7 @@ def _on_megatron(
         value_head=section.subject == "critic",
         key=f"{fields}.{{}}",
         bucket_key=f"{buckets}.grad_reduce_in_fp32",
-        bucket_keys=tuple(map(str, ddp)),
+        buckets=ddp,
         prefix="++",  # Hydra's prefix that adds or overrides a key
         illegal=(
             *illegal,
