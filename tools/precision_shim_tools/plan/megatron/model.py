@@ -32,6 +32,7 @@ from precision_shim_adapters.megatron.policy.bucket import (
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
 from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
+from precision_shim_adapters.megatron.policy.switches import SWITCHES, read_switch
 from precision_shim_adapters.megatron.training.config_dtypes import coerce_field, installed_fields
 
 from ..command import Job
@@ -82,6 +83,7 @@ class MegatronModel:
         gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
         unread: dtype keys of a model without an optimizer that may have no effect.
         unscaled: what goes wrong in fp16 without the shim.
+        alone: what the framework itself refuses, without the shim.
     """
 
     requested: megatron.RequestedConfig
@@ -104,6 +106,7 @@ class MegatronModel:
     gathers: bool = False
     unread: Sequence[Written] = ()
     unscaled: str = ""
+    alone: tuple[Problem, ...] = ()
 
     @property
     def subject(self) -> str:
@@ -160,7 +163,7 @@ class MegatronModel:
             )
         problems = [*self.illegal, *_unknown(self), *_no_names(self), *_stored_alone(self)]
         if job.in_force(COERCION, megatron.GROUP):
-            problems += _refused_by_layers(self)
+            problems += [*_refused_by_layers(self), *_no_switches(self)]
         if any(problem.code == "dtype" for problem in problems):
             return None, problems
         without, with_shim, ends = None, None, ""
@@ -179,7 +182,7 @@ class MegatronModel:
                 key = self.key.removesuffix(".{}")
                 return None, [*problems, Problem.of(error, self.subject, key, "number")]
             problems += problems_of(self, with_shim, job)
-            unpatched = problems_of(self, without, replace(job, off="0"))
+            unpatched = [*self.alone, *problems_of(self, without, replace(job, off="0"))]
             ends = next((problem.message for problem in unpatched), "")
         planned = ModelPlan(
             self.subject,
@@ -363,6 +366,22 @@ def _refused_by_layers(asked: MegatronModel) -> Iterator[Problem]:
             yield Problem.of(error, asked.subject, error.key)
 
 
+def _no_switches(asked: MegatronModel) -> Iterator[Problem]:
+    """Yield the strings in the place of booleans that the worker refuses."""
+    places = {
+        asked.key: asked.written,
+        asked.bucket_key.replace(_BUCKET, "{}"): asked.buckets,
+        asked.layers_key: asked.layers,
+    }
+    for place, written in places.items():
+        for name in SWITCHES:
+            key = place.format(name)
+            try:
+                read_switch(written.get(name), key, asked.requested.where)
+            except DtypeError as error:
+                yield Problem.of(error, asked.subject, key)
+
+
 def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
     """Check the values that the worker checks, and the offloaded share; raise ``SettingsError``."""
     names: tuple[str, ...] = (STATIC,)
@@ -395,7 +414,8 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
         )
         remedy = f"Leave it out, or let the shim's {COERCION} act in the job."
         found.append(("dtype", name, message, remedy))
-    if aware and not fields.get("use_distributed_optimizer", requested.distributed):
+    distributed = bool(fields.get("use_distributed_optimizer", requested.distributed))
+    if aware and not distributed:
         remedy = "Write use_distributed_optimizer: true, or leave it out."
         message = "it needs the distributed optimizer"
         found.append(("precision-aware", megatron.PRECISION_AWARE, message, remedy))
@@ -403,10 +423,12 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
     if not aware and fields.get("main_grads_dtype", asked.dtype) is None:
         remedy = "Write fp32, or leave it out."
         found.append(("dtype", "main_grads_dtype", "None is no dtype", remedy))
-    if asked.quantized and fields.get("use_distributed_optimizer", requested.distributed):
+    if asked.quantized and distributed:
         back = asked.gathers or not needs_gather()
         fault = legality.quantized_fault(fields, written_back=back)
         found += [("fp8-parameters", *fault)] if fault else []
+    fault = legality.offload_fault(fields, asked.dtype, distributed=distributed)
+    found += [("offload", *fault)] if fault else []
     bucket = requested.bucket_in_fp32
     if asked.buckets.get(SUMS) and (asked.bucket_in_fp32 if bucket is None else bucket):
         message = "Megatron takes it only with grad_reduce_in_fp32: false"

@@ -22,7 +22,7 @@ from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.megatron.policy.legality import GATHERS
-from precision_shim_adapters.megatron.policy.requested import SETS
+from precision_shim_adapters.megatron.policy.requested import COERCION, SETS
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
 from precision_shim_adapters.verl.rollout.lm_head import read_heads
 from precision_shim_adapters.verl.training import engines, fsdp, megatron
@@ -167,15 +167,19 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
         own.get("hf_config_path") or own.get("path"),
         {key: value for key, value in overrides.items() if value is not None},
     )
-    illegal = tuple(sections.unknown(section, dispatches=job.in_force(DISPATCH, GROUP)))
+    acts = job.in_force(DISPATCH, GROUP)
+    illegal = tuple(sections.unknown(section, dispatches=acts))
     if section.strategy == "megatron":
-        return _on_megatron(section, shapes, gpus, illegal)
+        spelled = tuple(sections.not_spelled(section))
+        alone = (*sections.unknown(section, dispatches=False), *spelled)
+        illegal += () if job.in_force(COERCION, GROUP) else spelled
+        return replace(_on_megatron(section, shapes, gpus, illegal), alone=alone)
     return _sharded(job, section, shapes, gpus, illegal)
 
 
 def _on_megatron(
     section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
-) -> Plannable:
+) -> MegatronModel:
     engine, optim = section.engine, section.optim
     fields = f"{section.optim_key}.override_optimizer_config"
     buckets = f"{section.engine_key}.override_ddp_config"
