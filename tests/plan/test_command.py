@@ -504,11 +504,8 @@ def test_a_string_in_the_place_of_a_boolean_is_refused_unless_it_means_true(valu
     )
     made, found = plan_model(replace(model, bucket_key="ddp.grad_reduce_in_fp32"), SETTINGS, NEWEST)
     keys = ["optim.use_precision_aware_optimizer", "ddp.grad_reduce_in_fp32", "fp8_param"]
-    means_true = value.lower() in ("yes", "true", "on")
-    assert (made is not None, [one.key for one in found]) == (
-        means_true,
-        [] if means_true else keys,
-    )
+    refused = value.lower() not in ("yes", "true", "on")
+    assert (made is None, [one.key for one in found]) == (refused, keys if refused else [])
     assert all("without quotes, as true or false" in one.remedy for one in found)
 
 

@@ -127,7 +127,9 @@ def test_fp32_sums_beside_a_bf16_bucket() -> None:
         assert dense.components["grad_buckets"].bytes == per_parameter * dense.parameters
         copies = dense.at_step.get("grad_copies")
         assert (copies.group_bytes if copies else 0) == copied * dense.parameters
-    _, found = plan_model(replace(sums, bucket_in_fp32=True), SETTINGS, NEWEST)
+    _, found = plan_model(
+        replace(qwen3(bucket_in_fp32=True), buckets=sums.buckets), SETTINGS, NEWEST
+    )
     assert [(one.code, one.key) for one in found] == [("bucket", SUMS)]
 
 
