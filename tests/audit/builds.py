@@ -36,6 +36,8 @@ class Build:
         experts: whether the model is a mixture of experts.
         model: fields of the TransformerConfig.
         model_later: fields that are set on the TransformerConfig after it was made.
+        ddp: further fields of the DDP's config.
+        norms: the dtype that weights of one dimension get after the DDP was made.
     """
 
     dtype: torch.dtype = BF16
@@ -47,6 +49,8 @@ class Build:
     experts: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     model_later: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    norms: torch.dtype | None = None
 
 
 HONEST = {
@@ -101,6 +105,9 @@ PLANTED = {
     "main-grads-dtype": Build(fp32_bucket=False),
     "main-grads-dtype, precision-aware": Build(config=PRECISION_AWARE),
     "main-grads-dtype, NeMo-RL": NEMO_RL,
+    "main-grads-dtype, of fp32 weights": Build(
+        fp32_bucket=False, config=PRECISION_AWARE, norms=FP32
+    ),
     # The optimizer was made before.
     "moment-dtype": Build(
         fp32_bucket=False, config=PRECISION_AWARE | {"exp_avg_sq_dtype": FP32, "adam_beta2": 0.95}
@@ -147,9 +154,14 @@ def make(build: Build, seed: int = 0) -> tuple[list[Any], Any]:
     if build.dtype is not FP32:
         model = Float16Module(config, model)
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=build.distributed, grad_reduce_in_fp32=build.fp32_bucket
+        use_distributed_optimizer=build.distributed,
+        grad_reduce_in_fp32=build.fp32_bucket,
+        **build.ddp,
     )
     chunks = [DistributedDataParallel(config, ddp_config, model)]
+    for parameter in model.parameters() if build.norms else ():
+        if parameter.dim() == 1:
+            parameter.data = parameter.data.to(build.norms)
     flags = build.flags or build.dtype
     fields = {
         "optimizer": "adam",

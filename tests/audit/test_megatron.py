@@ -45,6 +45,27 @@ def test_a_planted_problem_is_found_before_the_first_step(one_process: Any, name
     assert str(found).count(problem.message) == 1
 
 
+SUMS = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_sums_in_fp32_beside_a_bf16_bucket(one_process: Any, aware: bool) -> None:
+    config = pytest.importorskip("megatron.core.distributed").DistributedDataParallelConfig
+    if not SUMS.keys() <= config.__dataclass_fields__.keys():
+        pytest.skip("needs megatron-core 0.18")
+    build = builds.Build(
+        fp32_bucket=False, config=builds.PRECISION_AWARE if aware else {}, ddp=SUMS
+    )
+    held, *made = builds.held_by(build)
+    found = precision_shim.audit(*made)
+    (part,) = found.parts
+    buckets = part.components["grad_buckets"]
+    assert (buckets.dtypes, buckets.bytes_per_parameter) == (("bf16",), 6.0)
+    assert found.totals["allocated"] == held
+    assert codes(found) == ([] if aware else ["main-grads-dtype"])
+    assert all(f"leave {name} out" in one.message for one in found.problems for name in SUMS)
+
+
 @pytest.mark.parametrize("name", builds.EIGHT)
 def test_nothing_is_started_on_a_device(one_process: Any, name: str) -> None:
     made = builds.make(builds.EIGHT[name])

@@ -49,6 +49,21 @@ def test_bytes_per_parameter(gpu: FakeGpu, build: builds.Build, on_gpu: int) -> 
     assert on_gpu <= (audit.totals["bytes"] - host) / part.parameters < on_gpu + 0.1
 
 
+def test_moments_that_offload_keeps_in_fp32(gpu: FakeGpu) -> None:
+    made = builds.make(builds.Build(config=AWARE | {"exp_avg_dtype": builds.BF16}))
+    builds.step_without_forward(*made)
+    (problem,) = precision_shim.audit(*made).problems
+    assert problem.code == "moment-dtype"
+    assert "leave exp_avg_dtype out" in problem.message
+    assert "or set optimizer_cpu_offload=False" in problem.message
+
+
+def test_megatron_offloads_no_fp32_parameters(gpu: FakeGpu) -> None:
+    """``legality.offload_fault`` says this; delete it where this no longer raises."""
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        builds.make(builds.Build(builds.FP32, config=OFFLOAD))
+
+
 @pytest.mark.parametrize(
     ("plain", "aware"),
     [

@@ -188,6 +188,47 @@ def test_masters_that_a_loop_keeps_itself() -> None:
     assert notes(audit) == []
 
 
+@pytest.mark.parametrize("kept", ["stale", "view", torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tensors_of_an_optimizer_that_are_no_masters(dtype: torch.dtype, kept: Any) -> None:
+    """Masters are fp32 copies of 16-bit parameters; other tensors than the model's are none."""
+    model = torch.nn.Linear(4, 4).to(dtype)
+    own = [p.detach() if kept == "view" else p.detach().clone() for p in model.parameters()]
+    stepped = kept if isinstance(kept, torch.dtype) else dtype
+    params = [torch.nn.Parameter(one.to(stepped)) for one in own]
+    optimizer = torch.optim.AdamW(params, lr=1e-6, betas=(0.9, 0.95))
+    for one in params:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    audit = precision_shim.audit(model, optimizer)
+    (part,) = audit.parts
+    masters = dtype is torch.bfloat16 and stepped is torch.float32
+    assert part.components["master"].dtypes == (("fp32",) if masters else ())
+    assert (part.parameters, part.owned) == (20, 20)
+    assert [one.code for one in audit.problems] == ["no-master"] * (stepped is torch.bfloat16)
+
+
+def test_a_state_in_16_bits_is_no_master_under_any_name() -> None:
+    model, optimizer = trained(*adamw(torch.bfloat16, lr=1e-6, betas=(0.9, 0.95)))
+    for parameter, state in optimizer.state.items():
+        state["master_param"] = parameter.detach().clone()
+    assert [one.code for one in precision_shim.audit(model, optimizer).problems] == ["no-master"]
+
+
+def test_bytes_are_codes_unless_transformer_engine_says_that_they_are_fp8() -> None:
+    """As ``state1`` of bitsandbytes, and its frozen weights in 4 bits."""
+    model, optimizer = trained(*adamw(torch.bfloat16, betas=(0.9, 0.95)))
+    codes = torch.zeros(8, dtype=torch.uint8)
+    model.frozen = torch.nn.Parameter(codes.clone(), requires_grad=False)
+    for state in optimizer.state.values():
+        state.update(exp_avg=codes.clone(), state1=codes.clone())
+    found = precision_shim.audit(model, optimizer, expected={"frozen": "uint8"})
+    components = found.parts[0].components
+    assert [components[name].dtypes for name in ("frozen", "exp_avg")] == [("uint8",)] * 2
+    assert "uint8" in components["other"].dtypes
+    assert found.problems == ()
+
+
 def test_transformer_engines_adam_without_megatron() -> None:
     model = torch.nn.Linear(4, 4).bfloat16()
     optimizer = FusedAdam(

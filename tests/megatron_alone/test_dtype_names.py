@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import precision_shim
+from precision_shim.errors import DtypeError
+from precision_shim_adapters.megatron.policy.switches import SWITCHES
 from precision_shim_adapters.megatron.training import config_dtypes
 from precision_shim_tools.testing import tiny_gpt
 
@@ -51,6 +53,22 @@ def makers() -> list[Callable[..., Any]]:
         return model(MLATransformerConfig, **fields)
 
     return [transformer, latent, provide, DistributedDataParallelConfig, OptimizerConfig]
+
+
+def test_a_boolean_that_yaml_made_a_string_is_true_or_refused(on: On, one_process: Any) -> None:
+    on()
+    there = set()
+    for make in makers():
+        for field in dataclasses.fields(type(make())):
+            if field.name not in SWITCHES:
+                continue
+            there.add(field.name)
+            assert "bool" in str(field.type)
+            with pytest.raises(DtypeError, match=rf"\.{field.name}='false' is a string, of which"):
+                make(**{field.name: "false"})
+            if field.name in ("bf16", "grad_reduce_in_fp32"):
+                assert getattr(make(**{field.name: "yes"}), field.name) is True
+    assert {"use_precision_aware_optimizer", "grad_reduce_in_fp32", "fp8_param"} <= there
 
 
 def test_every_dtype_field_takes_every_name(on: On, one_process: Any) -> None:

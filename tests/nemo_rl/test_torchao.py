@@ -27,3 +27,14 @@ def test_stochastic_rounding_loses_no_small_updates(stochastic: bool, dtype: tor
     assert noted == (not stochastic or dtype is torch.float16)
     if dtype is torch.bfloat16:  # an update is a quarter of the distance to the next weight
         assert bool((model.weight < 1).any()) == stochastic
+
+
+def test_codes_in_8_bits_are_not_fp8() -> None:
+    optim = pytest.importorskip("torchao.optim")
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=1e-3)
+    with torch.compiler.set_stance("force_eager"):
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    (part,) = precision_shim.audit(model, optimizer).parts
+    assert part.components["exp_avg"].dtypes == ("bf16", "fp32", "uint8")

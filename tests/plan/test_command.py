@@ -487,13 +487,36 @@ def test_a_misspelt_field_of_megatrons_is_illegal_and_the_near_one_named(
     fields = {CONFIG: ("use_precision_aware_optimizer", "lr"), DDP: ("grad_reduce_in_fp32",)}
     monkeypatch.setattr(megatron_plan, "fields_of", fields.__getitem__)
     wrong = asked(asked={"use_precision_aware_optimiser": True, "lr": 1.0})
-    wrong = replace(wrong, bucket_key="ddp.grad_reduce_in_fp32", bucket_keys=("grad_reduce",))
+    wrong = replace(wrong, bucket_key="ddp.grad_reduce_in_fp32", buckets={"grad_reduce": True})
     _, found = plan_model(wrong, SETTINGS, NEWEST)
     assert [(one.code, one.key) for one in found] == [
         ("key", "optim.use_precision_aware_optimiser"),
         ("key", "ddp.grad_reduce"),
     ]
     assert found[0].remedy.startswith("Did you mean use_precision_aware_optimizer? Correct")
+
+
+@pytest.mark.parametrize("value", ["false", "no", "Off", "1", "", "yes", "TRUE", "on"])
+def test_a_string_in_the_place_of_a_boolean_is_refused_unless_it_means_true(value: str) -> None:
+    aware, bucket = {"use_precision_aware_optimizer": value}, {"grad_reduce_in_fp32": value}
+    model = replace(
+        asked(asked=aware), buckets=bucket, layers={"fp8_param": value, "fp8": "hybrid"}
+    )
+    made, found = plan_model(replace(model, bucket_key="ddp.grad_reduce_in_fp32"), SETTINGS, NEWEST)
+    keys = ["optim.use_precision_aware_optimizer", "ddp.grad_reduce_in_fp32", "fp8_param"]
+    refused = value.lower() not in ("yes", "true", "on")
+    assert (made is None, [one.key for one in found]) == (refused, keys if refused else [])
+    assert all("without quotes, as true or false" in one.remedy for one in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_fp32_parameters_are_not_offloaded(dtype: torch.dtype, distributed: bool) -> None:
+    fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    fields["use_distributed_optimizer"] = distributed
+    _, found = plan_model(replace(asked(asked=fields), dtype=dtype), SETTINGS, NEWEST)
+    refused = dtype is torch.float32 and distributed
+    assert [one.key for one in found] == ["optim.optimizer_cpu_offload"] * refused
 
 
 def test_a_number_in_the_place_of_a_dtype_is_illegal() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from precision_shim.errors import PlanError
 from precision_shim.process.settings import resolve
+from precision_shim_adapters.megatron.policy.bucket import SUMS
 from precision_shim_adapters.megatron.policy.legality import NEWEST
 from precision_shim_adapters.megatron.policy.requested import RequestedConfig
 from precision_shim_tools.plan import shapes
@@ -115,6 +116,21 @@ def test_offload_leaves_parameters_and_gradients_and_says_what_the_host_needs() 
         assert on_gpu == pytest.approx(per_parameter * dense.parameters)
         host = sum(component.host for component in held)
         assert host == pytest.approx(16 * dense.parameters / 16)
+
+
+def test_fp32_sums_beside_a_bf16_bucket() -> None:
+    model = qwen3(bucket_in_fp32=False)
+    sums = replace(model, buckets={SUMS: ["all"]})
+    for one, per_parameter, copied in ((model, 2, 4), (sums, 6, 0)):
+        (dense, *_) = planned(one).before[0].parts
+        assert dense.components["grad_buckets"].dtypes == ("bf16",)
+        assert dense.components["grad_buckets"].bytes == per_parameter * dense.parameters
+        copies = dense.at_step.get("grad_copies")
+        assert (copies.group_bytes if copies else 0) == copied * dense.parameters
+    _, found = plan_model(
+        replace(qwen3(bucket_in_fp32=True), buckets=sums.buckets), SETTINGS, NEWEST
+    )
+    assert [(one.code, one.key) for one in found] == [("bucket", SUMS)]
 
 
 # -- what cannot be computed, and what is illegal ------------------------------------------------

@@ -199,6 +199,42 @@ MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
 
 
 @needs("verl")
+def test_verls_own_fields_take_other_names_without_the_shim(model: Path) -> None:
+    native = Version(version("verl")) >= Version("0.9")
+    optim = f"{'' if native else '+'}{ACTOR}.optim"
+    line = (*MEGATRON, f"actor_rollout_ref.model.path={model}")
+    low = (f"{optim}.use_precision_aware_optimizer=yes", f"{optim}.exp_avg_dtype=BF16")
+    code, plan = planned("--", *line, *low)
+    assert (code, plan["problems"]) == (0, [])
+    told = "verl itself takes 32, bf16" if native else "has no such key"
+    assert told in plan["models"][0]["ends"]
+    assert plan["models"][0]["after"][0]["parts"][0]["components"]["exp_avg"]["dtypes"] == ["bf16"]
+    code, plan = planned("--", "PRECISION_SHIM=0", *line, *low)
+    assert code == 1
+    assert f"{ACTOR}.optim.exp_avg_dtype" in {one["key"] for one in plan["problems"]}
+    code, plan = planned("--", *line, low[0].replace("yes", "'no'"))
+    ((key, remedy),) = ((one["key"], one["remedy"]) for one in plan["problems"])
+    assert (code, key) == (1, "optim.use_precision_aware_optimizer")
+    assert "without quotes" in remedy
+
+
+@needs("nemo_rl")
+def test_what_nemo_rl_refuses_of_an_offloaded_optimizer(model: Path) -> None:
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    words = (*DTENSOR[:3], str(model / "job.yaml"))
+    optimizer = "policy.megatron_cfg.optimizer"
+    for fraction, offload, refused in (
+        ("1.0", "true", []),
+        ("0.5", "true", [f"{optimizer}.optimizer_offload_fraction"]),
+        ("0.5", "false", []),
+        ("1.0", "'false'", [f"{optimizer}.optimizer_cpu_offload"]),
+    ):
+        more = (f"offload_fraction={fraction}", f"cpu_offload={offload}")
+        _, plan = planned("--", *words, *(f"++{optimizer}.optimizer_{one}" for one in more))
+        assert [one["key"] for one in plan["problems"]] == refused
+
+
+@needs("verl")
 def test_a_key_in_a_wrong_section_of_verls_is_told_where_it_belongs() -> None:
     remedies = {
         "mixed_precision": f"Write {MIXED}, or",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..precision.dtypes import name_of
+from ..precision.dtypes import live_name, name_of
 from .reading import Owned, Reading, local, plain, unique
 from .record import COMPONENTS, OF_MODEL, AuditComponent
 
@@ -23,7 +23,7 @@ class Measured:
         allocated: size of the storages.
         host: size of the storages in the host's memory.
         elements: number of elements.
-        dtypes: dtypes of the tensors.
+        dtypes: names of the tensors' dtypes.
         devices: device types of the tensors.
     """
 
@@ -31,7 +31,7 @@ class Measured:
     allocated: int = 0
     host: int = 0
     elements: int = 0
-    dtypes: set[torch.dtype] = field(default_factory=set)
+    dtypes: set[str] = field(default_factory=set)
     devices: set[str] = field(default_factory=set)
 
 
@@ -46,8 +46,12 @@ def measure(readings: Sequence[Reading]) -> list[dict[str, Measured]]:
         for reading, sizes in zip(readings, found, strict=True):
             tensors, more = _tensors(reading, component)
             sizes[component] = size = Measured()
+            fp8 = torch.uint8 in reading.declared(component)
             for tensor in unique(tensors):
-                _count(size, tensor, reading.padding.get(id(tensor), 0), before, counted)
+                _count(size, tensor, reading.padding.get(id(tensor), 0), before, counted, fp8=fp8)
+            for tensor in reading.local_sums if component == "grad_buckets" else ():
+                size.bytes += tensor.untyped_storage().nbytes()
+                _count_storage(size, tensor, counted)
             for tensor in more:
                 for piece in plain(tensor):
                     _count_storage(size, piece, counted)
@@ -55,20 +59,31 @@ def measure(readings: Sequence[Reading]) -> list[dict[str, Measured]]:
 
 
 def _count(
-    size: Measured, tensor: torch.Tensor, padded: int, before: set[int], counted: set[int]
+    size: Measured,
+    tensor: torch.Tensor,
+    padded: int,
+    before: set[int],
+    counted: set[int],
+    *,
+    fp8: bool,
 ) -> None:
-    """Add a tensor to a component, unless an earlier component has its storage."""
-    numel = local(tensor).numel()
+    """Add a tensor to a component, unless an earlier component has its storage.
+
+    ``fp8``: whether bytes in it are fp8, as in TransformerEngine's tensors; else they are codes.
+    """
+    held = local(tensor)
+    fp8 = fp8 or hasattr(held, "_fp8_dtype")
+    numel = held.numel()
     if not numel:
         if tensor.numel():  # a DTensor without elements on this rank
-            size.dtypes.add(tensor.dtype)
+            size.dtypes.add(live_name(tensor.dtype, fp8=fp8))
         return
     pieces = list(plain(tensor))
     if any(piece.untyped_storage()._cdata in before for piece in pieces):
         return
     size.elements += numel - padded
     for piece in pieces:
-        size.dtypes.add(piece.dtype)
+        size.dtypes.add(live_name(piece.dtype, fp8=fp8))
         size.devices.add(piece.device.type)
         if piece.untyped_storage().nbytes():  # frameworks resize storages of offloaded tensors to 0
             size.bytes += (piece.numel() - padded) * piece.element_size()
@@ -93,7 +108,7 @@ def _tensors(reading: Reading, component: str) -> tuple[_Tensors, _Tensors]:
     found: dict[str, tuple[_Tensors, _Tensors]] = {
         "params": (reading.trainable, reading.also_params),
         "frozen": (reading.frozen, ()),
-        "grad_buckets": (reading.bucket_views, reading.buckets),
+        "grad_buckets": (reading.bucket_views.values(), reading.buckets),
         "grad_copies": (reading.gradients, ()),
         "master": ((tensor for state in owned for tensor in state.masters), ()),
         "exp_avg": ((state.exp_avg for state in owned if state.exp_avg is not None), ()),
@@ -115,7 +130,7 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
         waits = copies and any(not state.has_state for state in reading.owned)
         state = "later" if waits else "none"
     return AuditComponent(
-        dtypes=tuple(sorted(map(name_of, found.dtypes | later))),
+        dtypes=tuple(sorted({*found.dtypes, *map(name_of, later)})),
         bytes=found.bytes,
         allocated=found.allocated,
         bytes_per_parameter=found.bytes / covered if covered else 0.0,

@@ -133,7 +133,8 @@ class Reading:
         trainable: trainable parameters of the model.
         frozen: frozen parameters of the model.
         buckets: gradient buckets, padding included.
-        bucket_views: views into the buckets, one for each parameter's gradient.
+        bucket_views: maps the ``id`` of a parameter to its gradient's view into a bucket.
+        local_sums: gradients in fp32 that a rank adds up beside 16-bit buckets.
         owned: the parameters that the optimizer updates on this rank.
         gradients: gradients from ``grad`` and ``decoupled_grad``, and their copies on the host.
         other: tensors that belong to no parameter: scales, the model's buffers, the scaler's.
@@ -163,7 +164,8 @@ class Reading:
     trainable: list[torch.Tensor] = field(default_factory=list)
     frozen: list[torch.Tensor] = field(default_factory=list)
     buckets: list[torch.Tensor] = field(default_factory=list)
-    bucket_views: list[torch.Tensor] = field(default_factory=list)
+    bucket_views: dict[int, torch.Tensor] = field(default_factory=dict)
+    local_sums: list[torch.Tensor] = field(default_factory=list)
     owned: list[Owned] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     other: list[torch.Tensor] = field(default_factory=list)
@@ -213,6 +215,13 @@ class Reading:
             return None
         return type(self.scaler).__name__
 
+    def declared(self, component: str) -> set[torch.dtype | None]:
+        """Return the dtypes that the optimizer declares for a moment; empty without any."""
+        tell = getattr(self.declared_states, component, None)
+        if tell is None or component == "master":
+            return set()
+        return {tell(state.stepped) for state in self.owned}
+
     def later(self, component: str) -> set[torch.dtype]:
         """Return the dtypes that a later step will create, of masters or of a moment."""
         waiting = [state for state in self.owned if not state.has_state]
@@ -226,6 +235,11 @@ class Reading:
         else:
             found = {tell(state.stepped) for state in waiting}
         return found - {None}
+
+
+def is_master(copy: torch.dtype, dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether a copy in the dtype ``copy`` of parameters in ``dtypes`` has bits that these lack."""
+    return copy.itemsize > 2 and any(dtype.itemsize < copy.itemsize for dtype in dtypes)
 
 
 def unique(tensors: Iterable[Any]) -> list[Any]:

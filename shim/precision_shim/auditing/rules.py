@@ -37,7 +37,8 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
                 f"audit(expected=...): {component}={dtype!r} is not a dtype name; allowed: "
                 f"{accepted_names()}, int16 (remainders), or a torch.dtype. Correct it."
             )
-        found[component] = name_of(known)
+        # Among names of a config uint8 means fp8; a live tensor's bytes may be codes instead.
+        found[component] = "uint8" if str(dtype).endswith("uint8") else name_of(known)
     return found
 
 
@@ -82,6 +83,8 @@ def problems(
         there = part.components[component]
         if there.state == "later" and not there.dtypes:
             continue  # the dtypes are unknown before the first step
+        if dtype == "uint8" and there.dtypes == ("fp8",):
+            continue
         if there.dtypes != (dtype,) and (there.dtypes or reading.owned):
             found = "+".join(there.dtypes) or NOTHING
             yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")
@@ -128,14 +131,14 @@ _Contradiction = tuple[str, str | None, str, str, dict[str, str]]
 
 def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction]:
     # The gradients of fp32 parameters are fp32, regardless of the config.
-    gradients = {
-        grad.dtype
-        for p in reading.trainable
-        if (grad := getattr(p, "main_grad", None)) is not None and p.dtype in SIXTEEN_BIT
-    }
-    wrong = gradients - {wanted.main_grads}
-    if wanted.main_grads is not None and wrong:
-        yield "main-grads-dtype", "grad_buckets", name_of(wanted.main_grads), _names(wrong), {}
+    due_of = {torch.float32: torch.float32, **dict.fromkeys(SIXTEEN_BIT, wanted.main_grads)}
+    others: dict[torch.dtype, set[torch.dtype]] = {}
+    for parameter in reading.trainable:
+        must, view = due_of.get(parameter.dtype), reading.bucket_views.get(id(parameter))
+        if must is not None and view is not None and view.dtype is not must:
+            others.setdefault(must, set()).add(view.dtype)
+    for must, found in others.items():
+        yield "main-grads-dtype", "grad_buckets", name_of(must), _names(found), {}
     for moment in ("exp_avg", "exp_avg_sq"):
         due: torch.dtype | None = getattr(wanted, moment)
         states = (getattr(state, moment) for state in reading.owned)
@@ -187,8 +190,10 @@ def _masters(
 def _no_master(reading: Reading, mend: str = "") -> tuple[str, bool]:
     """Return what weights without masters lose, if there are any, and whether that is most."""
     told = reading.declared_states.master
-    bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT and not state.masters]
-    bare = [state for state in bare if state.has_state or told is None or told(state.dtype) is None]
+    kept = {torch.int16, torch.float32, torch.float64}  # remainders and whole masters
+    bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT]
+    bare = [state for state in bare if kept.isdisjoint(copy.dtype for copy in state.masters)]
+    bare = [s for s in bare if s.has_state or told is None or told(s.dtype) not in kept]
     if reading.keeps_small_updates:
         bare = [state for state in bare if state.dtype is not torch.bfloat16]
     if reading.wanted is not None or not bare:

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..precision.effect import COMPUTES, REDUCES
-from .reading import SIXTEEN_BIT, DeclaredStates, Owned, Reading, gradients_of, tensors_of, unique
+from .reading import (
+    SIXTEEN_BIT,
+    DeclaredStates,
+    Owned,
+    Reading,
+    gradients_of,
+    is_master,
+    tensors_of,
+    unique,
+)
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 """Names of device mesh dimensions that divide the model instead of the data."""
@@ -24,6 +33,7 @@ def read_torch(
 ) -> list[Reading]:
     """Read torch's single optimizers of a model; there may be no modules and no scaler."""
     in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
+    trained = {p.dtype for chunk in chunks for p in chunk.parameters() if p.requires_grad}
     in_model |= {id(shard) for shard in shards_by_gathered(chunks).values()}
     flat = _flat_parameters(chunks)
     readings, mixed = [], mixed_dtypes(chunks)
@@ -32,18 +42,18 @@ def read_torch(
         rates = {id(p): _rate(group) for group in optimizer.param_groups for p in group["params"]}
         reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler, mixed=mixed)
         for p in params:
-            # A tensor in the optimizer but not in the model is a master.
-            is_master = bool(chunks) and id(p) not in in_model
+            foreign = bool(chunks) and id(p) not in in_model
+            master = foreign and is_master(p.dtype, trained)
             used = p.grad is not None or optimizer.state.get(p)
-            if not (p.requires_grad or is_master or used):
+            if not (p.requires_grad or foreign or used):
                 # verl also passes frozen parameters to the optimizer if it trains with LoRA.
                 reading.frozen.append(p)
                 continue
-            owned = Owned(p.dtype, p, (p,) if is_master else (), parameter=p, lr=rates[id(p)])
+            owned = Owned(p.dtype, p, (p,) if master else (), parameter=p, lr=rates[id(p)])
             owned.take(optimizer.state.get(p, {}))
             reading.owned.append(owned)
-            if not is_master:
-                reading.trainable.append(p)
+            if not master:
+                (reading.also_params if foreign else reading.trainable).append(p)
         meshes = [p for p in params if any(map(_divides, getattr(p, "placements", ())))]
         reading.whole_sizes = {id(p): flat[id(p)].size for p in params if id(p) in flat}
         in_flat = [flat[id(p)].shards for p in params if id(p) in flat]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..precision.dtypes import name_of
+from ..precision.dtypes import live_name, name_of
 from ..precision.lm_head import HEAD_MARK
 from ..process.session import current_settings
 from ..reporting import journal as _journal
@@ -117,7 +117,7 @@ class _Groups:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         group = _group_of(name)
-        self._elements.setdefault(group, Counter())[name_of(tensor.dtype)] += tensor.numel()
+        self._elements.setdefault(group, Counter())[live_name(tensor.dtype)] += tensor.numel()
         if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
             self._counts.setdefault(group, []).append(_counts(_few(tensor), self._then))
 

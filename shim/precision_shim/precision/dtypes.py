@@ -41,6 +41,11 @@ def name_of(dtype: torch.dtype) -> str:
     return _BY_DTYPE.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def live_name(dtype: torch.dtype, *, fp8: bool = False) -> str:
+    """Return a live tensor's dtype as ``name_of`` does; bytes are ``uint8`` unless ``fp8``."""
+    return "uint8" if dtype is torch.uint8 and not fp8 else name_of(dtype)
+
+
 def parse_dtype(name: str) -> torch.dtype | None:
     """Return the dtype that a name means, or ``None``; case and ``torch.`` are ignored."""
     return _BY_NAME.get(name.strip().lower().removeprefix("torch."))

@@ -23,6 +23,7 @@ class Wrapper(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=BF16)
 
     def __init__(self, shape: Any, **inner: torch.Tensor | None) -> None:
+        self._fp8_dtype = "e4m3"
         self.names = [name for name, one in inner.items() if one is not None]
         for name, one in inner.items():
             setattr(self, name, one)

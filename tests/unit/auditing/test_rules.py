@@ -39,7 +39,10 @@ def owned(dtype: torch.dtype = BF16, **tensors: torch.dtype) -> Owned:
 
 
 def reading(*parameters: Any, wanted: Wanted | None = None, **fields: Any) -> Reading:
-    return Reading("core", "model", "Adam", list(parameters), wanted=wanted, **fields)
+    views = {id(p): p.main_grad for p in parameters if hasattr(p, "main_grad")}
+    return Reading(
+        "core", "model", "Adam", list(parameters), wanted=wanted, bucket_views=views, **fields
+    )
 
 
 def part(one: Reading) -> AuditPart:
@@ -219,7 +222,6 @@ def test_what_a_caller_expects_goes_over_the_config() -> None:
     one = reading(
         parameter(BF16, FP32),
         owned=[owned(exp_avg=FP32, exp_avg_sq=BF16)],
-        bucket_views=[torch.zeros(4)],
         wanted=wanted(main_grads=BF16, exp_avg=BF16, exp_avg_sq=FP32),
     )
     assert [found.component for found in problems(one)] == ["grad_buckets", "exp_avg", "exp_avg_sq"]

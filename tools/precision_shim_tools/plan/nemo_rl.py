@@ -22,6 +22,7 @@ from precision_shim.precision.releases import release
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
+from precision_shim_adapters.megatron.policy.bucket import SUMS
 from precision_shim_adapters.megatron.policy.legality import GATHER
 from precision_shim_adapters.nemo_rl import rollout
 from precision_shim_adapters.nemo_rl.training import dtensor, megatron
@@ -247,6 +248,15 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
         yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 
 
+def _offloads_a_part(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+    """Yield a problem if NeMo-RL refuses the share of an optimizer that is on the CPU."""
+    name, optimizer = "optimizer_offload_fraction", section["megatron_cfg"]["optimizer"]
+    if optimizer.get("optimizer_cpu_offload") and optimizer.get(name) != 1.0:
+        fault = f"{_where()}: {name}={optimizer.get(name)}: it takes 1.0 with optimizer_cpu_offload"
+        place, remedy = f"{key}.megatron_cfg.optimizer.{name}", "optimizer_cpu_offload: false"
+        yield Problem("offload", subject, place, fault, f"Write 1.0, or {remedy}.")
+
+
 def _refuse_adapters(section: Mapping[str, Any], key: str) -> None:
     if _of(section, key).get("enabled"):
         raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
@@ -279,13 +289,16 @@ def _on_megatron(
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{ddp}.grad_reduce_in_fp32",
-        bucket_keys=tuple(map(str, buckets)),
+        buckets={name: value for name, value in buckets.items() if name != SUMS},
         prefix="++",
         quantized=quantized_in(fp8) if fp8.get("enabled") else "",
         layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},
         layers_key=f"{where}.{{}}",
         gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
-        illegal=tuple(_flags(complete, key, subject)) if trains else (),
+        illegal=(
+            *_offloads_a_part(complete, key, subject),
+            *(_flags(complete, key, subject) if trains else ()),
+        ),
         unscaled="the first fp16 overflow ends the job, by check_for_nan_in_grad",
     )
 

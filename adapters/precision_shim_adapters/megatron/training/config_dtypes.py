@@ -20,6 +20,7 @@ from precision_shim.precision.dtypes import coerce_dtype, pick_name
 from precision_shim.seams import definition, find_spec
 
 from ..policy.requested import COERCION, MOSTLY
+from ..policy.switches import SWITCHES, read_switch
 from .build import megatron_label
 
 _DDP = "megatron.core.distributed"
@@ -96,7 +97,14 @@ def coerce_field(value: Any, names: Sequence[str], key: str, but: Sequence[str] 
 
 
 def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:
-    """Coerce the dtype names in a config, and return its dtype fields; see ``coerce_field``."""
+    """Coerce the dtype names in a config, and return its dtype fields; see ``coerce_field``.
+
+    The booleans that the shim reads become booleans, see ``read_switch``.
+    """
+    for name in SWITCHES:
+        if isinstance(getattr(config, name, None), str):
+            key = f"{type(config).__name__}.{name}"
+            setattr(config, name, read_switch(getattr(config, name), key, megatron_label()))
     values = {}
     for name, names in dtype_fields(type(config)).items():
         key = f"{type(config).__name__}.{name}"

@@ -21,7 +21,7 @@ from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
 from ..installed import FSDP, FSDP_GRADS, fsdp_heeds_bucket
-from ..policy.bucket import choose_bucket, describe_bucket, fsdp_in_fp32
+from ..policy.bucket import SUMS, choose_bucket, describe_bucket, fsdp_in_fp32
 from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
 from .build import Build, build_around
 
@@ -95,7 +95,7 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
         return None
     plan, requested = build.plan(model), build.requested
     present = bool(config.grad_reduce_in_fp32)
-    written = requested.bucket_in_fp32 is not None
+    written = requested.bucket_in_fp32 is not None or bool(getattr(config, SUMS, None))
     over_user = current_settings()["grad_bucket"] == "align"
     choice = choose_bucket(
         present=present, user_set=written, align=over_user, main_grads=plan.main_grads, model=model
@@ -111,6 +111,8 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
         because = "left as it is"
     elif changed:
         config.grad_reduce_in_fp32 = build.in_fp32
+        if build.in_fp32 and getattr(config, SUMS, None):  # ``GRAD_BUCKET=align``
+            setattr(config, SUMS, ())
     in_fp32 = bool(config.grad_reduce_in_fp32)
     build.decide(ALIGNMENT, describe_bucket(in_fp32, model), because)
     if problem and requested.trains:  # without an optimizer the bucket stays empty

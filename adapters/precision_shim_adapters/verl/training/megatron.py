@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,10 +21,13 @@ from precision_shim.adapting import (
 )
 from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
 from precision_shim.precision.effect import Written
+from precision_shim.seams import definition
 
 from ... import megatron
+from ...megatron.policy.bucket import written_bucket
 from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS, ROWS
 from ...megatron.policy.requested import SETS
+from ...megatron.policy.switches import read_switch
 from .fsdp import read_key
 
 _KEY = "override_optimizer_config"
@@ -80,8 +84,21 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     for key in PRECISION_AWARE_FIELDS:
         value = read_key(optim_config, key)
         if value is not None:
-            found[key] = coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
+            found[key] = _read_field(key, value)
     return found
+
+
+def _read_field(key: str, value: Any) -> Any:
+    read = read_switch if key == megatron.PRECISION_AWARE else coerce_dtype
+    return read(value, key=f"optim.{key}", where=versioned("verl"))
+
+
+def own_spellings() -> tuple[str, ...]:
+    """The dtype names that verl's own fields for the states' dtypes take; empty before 0.9."""
+    check = definition(_FIELDS.replace("__init__", "__post_init__"))
+    sets = (node for node in ast.walk(check.node) if isinstance(node, ast.Set)) if check else ()
+    named = (tuple(sorted(ast.literal_eval(node))) for node in sets)
+    return next((names for names in named if "fp32" in names), ())
 
 
 def _written(optim_config: Any, place: str) -> Iterator[Written]:
@@ -117,9 +134,7 @@ def read_requested(
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(read_key(optim_config, "optimizer", "adam")),
-        bucket_in_fp32=(
-            bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
-        ),
+        bucket_in_fp32=written_bucket(written),
         nan_check_written="check_for_nan_in_grad" in written,
         wrote=tuple(_written(optim_config, place)),
         **known,
@@ -250,7 +265,7 @@ def configure(
 def accept_fields(call: Call) -> Any:
     """Accept verl 0.9's fields for the states' dtypes if verl's dataclass lacks them."""
     extra = {
-        key: coerce_dtype(call.arguments.pop(key), key=f"optim.{key}", where=versioned("verl"))
+        key: _read_field(key, call.arguments.pop(key))
         for key in PRECISION_AWARE_FIELDS
         if key in call.arguments
     }
@@ -272,6 +287,9 @@ def accept_fields(call: Call) -> Any:
 )
 def spell_fields(call: Call) -> Any:
     """Replace dtype names in the fields for the states' dtypes by spellings that verl accepts."""
+    aware = megatron.PRECISION_AWARE
+    if aware in call.arguments:
+        call.arguments[aware] = _read_field(aware, call.arguments[aware])
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value

@@ -6,7 +6,7 @@ functions ``plan_optimizer``, ``choose_bucket`` and ``reader.read_wanted``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -24,6 +24,7 @@ from precision_shim_adapters.megatron.audit import reader
 from precision_shim_adapters.megatron.installed import fsdp_heeds_bucket, needs_gather
 from precision_shim_adapters.megatron.policy import legality, optimizer_plan, scaler
 from precision_shim_adapters.megatron.policy.bucket import (
+    SUMS,
     BucketChoice,
     choose_bucket,
     describe_bucket,
@@ -32,6 +33,7 @@ from precision_shim_adapters.megatron.policy.bucket import (
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
 from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
+from precision_shim_adapters.megatron.policy.switches import SWITCHES, read_switch
 from precision_shim_adapters.megatron.training.config_dtypes import coerce_field, installed_fields
 
 from ..command import Job
@@ -72,7 +74,7 @@ class MegatronModel:
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line, such as ``"++"``.
-        bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
+        buckets: the fields of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
         takes_name: whether the framework converts a dtype name; ``None``: Megatron gets all names.
@@ -83,6 +85,7 @@ class MegatronModel:
         unread: dtype keys of a model without an optimizer that may have no effect.
         unscaled: what goes wrong in fp16 without the shim.
         fsdp: with Megatron-FSDP, the user's ``megatron_fsdp_main_grads_dtype``, or ``""``.
+        alone: what the framework itself refuses, without the shim.
     """
 
     requested: megatron.RequestedConfig
@@ -95,7 +98,7 @@ class MegatronModel:
     key: str = "{}"
     bucket_key: str = _BUCKET
     prefix: str = ""
-    bucket_keys: Collection[str] = ()
+    buckets: Mapping[str, Any] = field(default_factory=dict)
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     takes_name: Callable[[str], bool] | None = None
@@ -106,6 +109,7 @@ class MegatronModel:
     unread: Sequence[Written] = ()
     unscaled: str = ""
     fsdp: str | None = None
+    alone: tuple[Problem, ...] = ()
 
     @property
     def subject(self) -> str:
@@ -124,7 +128,7 @@ class MegatronModel:
 
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""
-        ddp = name in (_BUCKET, legality.GATHER)
+        ddp = name in (_BUCKET, SUMS, legality.GATHER)
         return self.bucket_key.replace(_BUCKET, name) if ddp else self.key.format(name)
 
     def problem(self, code: str, name: str, message: str, remedy: str) -> Problem:
@@ -162,7 +166,7 @@ class MegatronModel:
             )
         problems = [*self.illegal, *_unknown(self), *_no_names(self), *_stored_alone(self)]
         if job.in_force(COERCION, megatron.GROUP):
-            problems += _refused_by_layers(self)
+            problems += [*_refused_by_layers(self), *_no_switches(self)]
         if any(problem.code == "dtype" for problem in problems):
             return None, problems
         without, with_shim, ends = None, None, ""
@@ -181,7 +185,7 @@ class MegatronModel:
                 key = self.key.removesuffix(".{}")
                 return None, [*problems, Problem.of(error, self.subject, key, "number")]
             problems += problems_of(self, with_shim, job)
-            unpatched = problems_of(self, without, replace(job, off="0"))
+            unpatched = [*self.alone, *problems_of(self, without, replace(job, off="0"))]
             ends = next((problem.message for problem in unpatched), "")
         planned = ModelPlan(
             self.subject,
@@ -309,7 +313,7 @@ def _unknown(asked: MegatronModel) -> Iterator[Problem]:
     bucket_key = asked.bucket_key.rpartition(".")[0] + ".{}"
     for written, target, key in (
         (asked.written, CONFIG, asked.key),
-        (asked.bucket_keys, DDP, bucket_key),
+        (asked.buckets, DDP, bucket_key),
     ):
         whose = f"Megatron's {target.rpartition(':')[2]}"
         yield from unknown_keys(written, fields_of(target), asked.subject, key, whose)
@@ -368,6 +372,22 @@ def _refused_by_layers(asked: MegatronModel) -> Iterator[Problem]:
             yield Problem.of(error, asked.subject, error.key)
 
 
+def _no_switches(asked: MegatronModel) -> Iterator[Problem]:
+    """Yield the strings in the place of booleans that the worker refuses."""
+    places = {
+        asked.key: asked.written,
+        asked.bucket_key.replace(_BUCKET, "{}"): asked.buckets,
+        asked.layers_key: asked.layers,
+    }
+    for place, written in places.items():
+        for name in SWITCHES:
+            key = place.format(name)
+            try:
+                read_switch(written.get(name), key, asked.requested.where)
+            except DtypeError as error:
+                yield Problem.of(error, asked.subject, key)
+
+
 def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
     """Check the values that the worker checks, and the offloaded share; raise ``SettingsError``."""
     names: tuple[str, ...] = (STATIC,)
@@ -400,7 +420,8 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
         )
         remedy = f"Leave it out, or let the shim's {COERCION} act in the job."
         found.append(("dtype", name, message, remedy))
-    if aware and not fields.get("use_distributed_optimizer", requested.distributed):
+    distributed = bool(fields.get("use_distributed_optimizer", requested.distributed))
+    if aware and not distributed:
         remedy = "Write use_distributed_optimizer: true, or leave it out."
         message = "it needs the distributed optimizer"
         found.append(("precision-aware", megatron.PRECISION_AWARE, message, remedy))
@@ -408,10 +429,17 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
     if not aware and fields.get("main_grads_dtype", asked.dtype) is None:
         remedy = "Write fp32, or leave it out."
         found.append(("dtype", "main_grads_dtype", "None is no dtype", remedy))
-    if asked.quantized and fields.get("use_distributed_optimizer", requested.distributed):
+    if asked.quantized and distributed:
         back = asked.gathers or not needs_gather()
         fault = legality.quantized_fault(fields, written_back=back)
         found += [("fp8-parameters", *fault)] if fault else []
+    fault = legality.offload_fault(fields, asked.dtype, distributed=distributed)
+    found += [("offload", *fault)] if fault else []
+    bucket = requested.bucket_in_fp32
+    if asked.buckets.get(SUMS) and (asked.bucket_in_fp32 if bucket is None else bucket):
+        message = "Megatron takes it only with grad_reduce_in_fp32: false"
+        remedy = "Write grad_reduce_in_fp32: false, or leave it out."
+        found.append(("bucket", SUMS, message, remedy))
     narrow = asked.dtype is torch.float16 and not side.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
         message = "fp16 gradients cannot be clipped by the precision-aware optimizer"
@@ -444,6 +472,7 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
     wanted = reader.read_wanted(fields.get)
     aware = bool(fields.get(megatron.PRECISION_AWARE))
     bucket = torch.float32 if side.bucket.grad_reduce_in_fp32 else dtype
+    sums = bool(asked.buckets.get(SUMS)) and not side.bucket.grad_reduce_in_fp32
     master = wanted.masters.get(dtype)
     main = wanted.masters[torch.float16]
     if master is None and aware and reader.adam_keeps_masters(fields.get, main):
@@ -460,7 +489,8 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
         "" if master is None else name_of(master),
         name_of(moments[0]),
         name_of(moments[1]),
-        copies=torch.float32 not in (dtype, bucket) and not legality.steps_parameters(fields),
+        sums="fp32" if sums else "",
+        copies=not (sums or torch.float32 in (dtype, bucket) or legality.steps_parameters(fields)),
         offloaded=min(max(offloaded, 0.0), 1.0),
         quantized=asked.quantized,
         offload_keeps_master=not aware,
@@ -536,6 +566,12 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
             "transposed (from Blackwell on not with the recipes delayed and tensorwise: 1 byte); "
             "their scales are not counted. Embeddings, norms and the output layer stay "
             f"{name_of(asked.dtype)}"
+        )
+    sums = asked.buckets.get(SUMS) or ()
+    if sums and not {"all", "*"}.intersection(sums):
+        yield (
+            f"{asked.key_of(SUMS)}: counted as if all parameters had these names: up to 4 bytes "
+            "of gradients per parameter more"
         )
     further = asked.model.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if further:

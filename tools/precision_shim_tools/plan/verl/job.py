@@ -23,7 +23,7 @@ from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.megatron.installed import FSDP_GRADS
 from precision_shim_adapters.megatron.policy.legality import GATHERS
-from precision_shim_adapters.megatron.policy.requested import SETS
+from precision_shim_adapters.megatron.policy.requested import COERCION, SETS
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
 from precision_shim_adapters.verl.rollout.lm_head import read_heads
 from precision_shim_adapters.verl.training import engines, fsdp, megatron
@@ -168,15 +168,19 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
         own.get("hf_config_path") or own.get("path"),
         {key: value for key, value in overrides.items() if value is not None},
     )
-    illegal = tuple(sections.unknown(section, dispatches=job.in_force(DISPATCH, GROUP)))
+    acts = job.in_force(DISPATCH, GROUP)
+    illegal = tuple(sections.unknown(section, dispatches=acts))
     if section.strategy == "megatron":
-        return _on_megatron(section, shapes, gpus, illegal)
+        spelled = tuple(sections.not_spelled(section))
+        alone = (*sections.unknown(section, dispatches=False), *spelled)
+        illegal += () if job.in_force(COERCION, GROUP) else spelled
+        return replace(_on_megatron(section, shapes, gpus, illegal), alone=alone)
     return _sharded(job, section, shapes, gpus, illegal)
 
 
 def _on_megatron(
     section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
-) -> Plannable:
+) -> MegatronModel:
     engine, optim = section.engine, section.optim
     fields = f"{section.optim_key}.override_optimizer_config"
     buckets = f"{section.engine_key}.override_ddp_config"
@@ -209,7 +213,7 @@ def _on_megatron(
         value_head=section.subject == "critic",
         key=f"{fields}.{{}}",
         bucket_key=f"{buckets}.grad_reduce_in_fp32",
-        bucket_keys=tuple(map(str, ddp)),
+        buckets=ddp,
         prefix="++",  # Hydra's prefix that adds or overrides a key
         illegal=(
             *illegal,

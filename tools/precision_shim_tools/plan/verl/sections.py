@@ -21,7 +21,7 @@ from precision_shim_adapters.megatron.policy.optimizer_plan import PRECISION_AWA
 from precision_shim_adapters.torch_fp16.names import own_dtype
 from precision_shim_adapters.torch_fp16.states import fault_of_eps
 from precision_shim_adapters.verl.training import automodel, engines, fsdp, torchtitan, veomni
-from precision_shim_adapters.verl.training.megatron import has_fields
+from precision_shim_adapters.verl.training.megatron import has_fields, own_spellings
 
 from ..record import unknown_keys
 from ..values import not_built, number_of, section_of
@@ -284,6 +284,17 @@ def check_megatron(section: Section) -> None:
         known = parse_dtype(str(value)) if isinstance(value, int | str) else None
         if known not in (torch.float32, torch.bfloat16):
             raise _refused(f"{section.optim_key}.{name}", value, "fp32 or bf16")
+
+
+def not_spelled(section: Section) -> Iterator[Problem]:
+    """Yield the dtypes that verl's own fields take only where dtype-coercion is in force."""
+    names = own_spellings()
+    for name in PRECISION_AWARE_FIELDS[1:] if names else ():
+        value, key = section.optim.get(name, "fp32"), f"{section.optim_key}.{name}"
+        if str(value) not in names:
+            fault = f"{versioned('verl')}: {name}={value!r}: verl itself takes {', '.join(names)}"
+            remedy = "Write one of these, or let the shim's dtype-coercion act in the job."
+            yield Problem("dtype", section.subject, key, fault, remedy)
 
 
 def _refused(key: str, value: object, allowed: str) -> DtypeError:
