@@ -54,13 +54,13 @@ def test_every_dtype_of_a_config_is_found_by_its_type(torchtitan: None, shim: An
     assert TrainingConfig(mixed_precision_reduce="BF16").mixed_precision_reduce == "bfloat16"
     config = parse()
     held = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    made = Config(**held, own="bf16", word="unknown", choice="auto")
+    made = Config(**held, own="bf16", word="auto", choice="auto")
     made.checkpoint.export_dtype = "half"
     linear = next(node for _, node, _, _ in config.model_spec.model.traverse(Linear.Config))
     given = {field.name: getattr(linear, field.name) for field in dataclasses.fields(linear)}
     made.model_spec.model.layers.append(CastLinear.Config(**given, compute_dtype="FP32"))
     coerce_config(made)
-    assert (made.own, made.word, made.choice) == ("bfloat16", "unknown", "auto")
+    assert (made.own, made.word, made.choice) == ("bfloat16", "auto", "auto")
     assert made.checkpoint.export_dtype == "float16"
     assert made.model_spec.model.layers[-1].compute_dtype == "float32"
     made.checkpoint.export_dtype = "bf17"

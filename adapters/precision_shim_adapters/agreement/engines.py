@@ -29,13 +29,10 @@ class _Config(SimpleNamespace):
 
     def __init__(self, **keys: Any) -> None:
         dtype = parse_dtype(str(keys.get("dtype") or keys.get("torch_dtype")))
-        sections = {
-            name: _Config(**value)
-            for name, value in keys.items()
-            if name.endswith("_config") and isinstance(value, dict)
-        }
-        keys = {"architectures": None, "model_type": "", **keys, **sections}
-        super().__init__(**{**keys, "dtype": dtype, "torch_dtype": dtype})
+        inner = (name for name in keys if name.endswith("_config") and isinstance(keys[name], dict))
+        keys |= {name: _Config(**keys[name]) for name in inner}
+        defaults = {"architectures": None, "model_type": ""}
+        super().__init__(**{**defaults, **keys, "dtype": dtype, "torch_dtype": dtype})
 
     def get_text_config(self) -> _Config:
         """The part of a multimodal model that generates, as transformers' method returns it."""
@@ -112,8 +109,8 @@ def _run(module: str, name: str, *args: Any, given: Mapping[str, Any] = {}, **na
             if not wanted:
                 return scope[name](*args, **named)
             place, node = next(filter(None, (_find(one, wanted[-1]) for one in reversed(places))))
-            exec(compile(ast.Module([node], []), place, "exec", flags, dont_inherit=True), scope)
             places.append(place)
+            exec(compile(ast.Module([node], []), place, "exec", flags, dont_inherit=True), scope)
             wanted.pop()
         except NameError as error:  # noqa: PERF203
             if error.name in (*wanted, *scope):
@@ -139,12 +136,8 @@ def _bound(module: str) -> dict[str, Any]:
     """
     spec: Any = find_spec(module)
     bound: dict[str, Any] = {}
-    pending = ast.parse(spec.loader.get_source(module)).body
-    for node in pending:
-        if isinstance(node, ast.If | ast.Try):
-            handled = [line for one in getattr(node, "handlers", ()) for line in one.body]
-            pending += [*node.body, *node.orelse, *handled]
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+    for node in ast.parse(spec.loader.get_source(module)).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
             bound[node.name] = node
         elif isinstance(node, ast.ImportFrom):
             place = resolve_name("." * node.level + (node.module or ""), spec.parent)

@@ -16,6 +16,7 @@ import torch
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import AUTO
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 
@@ -70,7 +71,8 @@ def _is_dtype(annotation: Any) -> bool:
 def coerce_config(config: Any, place: str = "") -> None:
     """Replace the dtype names in a config, and in every config inside it, by torchtitan's own.
 
-    A plain string whose default is a dtype name may hold another word: that is left to its reader.
+    These are the fields with a choice of dtype names, and those whose default is a dtype name: the
+    type may be a string here, or any string, which may leave the choice to the reader (``auto``).
 
     Args:
         config: the config, which is a dataclass.
@@ -82,7 +84,7 @@ def coerce_config(config: Any, place: str = "") -> None:
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name, None), f"{place}{field.name}"
         word = isinstance(field.default, str) and field.default in _NAMES
-        if _is_dtype(field.type) or (word and parse_dtype(str(value)) in OWN_NAMES):
+        if _is_dtype(field.type) or (word and value not in ("", AUTO)):
             setattr(config, field.name, own_name(value, key))
         for one in value if isinstance(value, list | tuple) else (value,):
             if dataclasses.is_dataclass(one) and not isinstance(one, type):
