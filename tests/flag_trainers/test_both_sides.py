@@ -124,7 +124,7 @@ def decided() -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize(
     ("words", "chosen", "because"),
     [
-        ((), "bf16, as the actor", "--sglang-dtype=auto, and the checkpoint is in bfloat16"),
+        ((), "bf16, as the actor", "--sglang-dtype=auto, and config.json says bfloat16"),
         (("--sglang-dtype", "BF16"), "bf16, as the actor", "--sglang-dtype"),
         (("--sglang-dtype", "fp16"), "fp16 beside the actor's bf16", "--sglang-dtype: "),
         (

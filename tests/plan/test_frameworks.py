@@ -653,7 +653,7 @@ def test_dtypes_that_fsdp_does_not_read_are_illegal() -> None:
 def test_dtypes_that_a_strategy_of_skyrls_does_not_read_are_illegal(strategy: str) -> None:
     megatron = "trainer.policy.megatron_config"
     words = [f"{KWARGS}.exp_avg_dtype=bf16", f"{megatron}.ddp_config.grad_reduce_in_fp32=false"]
-    words += ["trainer.policy.fsdp_config.mixed_precision.buffer_dtype=bf16", "trainer.bf16=False"]
+    words += ["trainer.policy.fsdp_config.mixed_precision.buffer_dtype=bf16"]
     if strategy == "megatron":
         layers = "transformer_config_kwargs"
         words = [
@@ -667,6 +667,15 @@ def test_dtypes_that_a_strategy_of_skyrls_does_not_read_are_illegal(strategy: st
     found = {one["key"]: one["subject"] for one in plan["problems"] if one["code"] == "no-effect"}
     keys = [word.partition("=")[0] for word in words]
     assert (code, found) == (1, {key: "ref" if ".ref." in key else "policy" for key in keys})
+
+
+@needs("skyrl")
+@pytest.mark.parametrize("loss", ["true", "false"])
+def test_skyrls_flag_on_fsdp_is_judged_for_the_reference_model_too(loss: str) -> None:
+    line = (*SKYRL, "trainer.strategy=fsdp2", f"trainer.algorithm.use_kl_loss={loss}")
+    code, plan = planned("--parameters", "1B", "--", *line, "trainer.bf16=false")
+    found = [(one["key"], one["subject"]) for one in plan["problems"]]
+    assert (code, found) == ((0, []) if loss == "true" else (1, [("trainer.bf16", "policy")]))
 
 
 @needs("nemo_rl")

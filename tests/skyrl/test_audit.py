@@ -84,10 +84,24 @@ def test_dropped_workers_leave_no_audit(cpu: None, checkpoints: dict[str, Path],
     assert not precision_shim.status().audit
 
 
-def test_megatrons_flag_on_fsdp(cpu: None, checkpoints: dict[str, Path], shim: Any) -> None:
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_megatrons_flag_on_fsdp(
+    cpu: None, checkpoints: dict[str, Path], shim: Any, role: str
+) -> None:
+    """It is told only where the job has no reference model, which is stored in its dtype."""
+
+    def make(*more: str) -> Any:
+        return fsdp_worker(role, checkpoints["float32"], None, "trainer.bf16=false", *more)
+
     told = "trainer.bf16=False has no effect: the layers compute in bf16. Leave trainer.bf16 out"
-    words = ("trainer.bf16=false",)
-    tell(shim, told, lambda: fsdp_worker("policy", checkpoints["float32"], None, *words))
+    tell(shim, told, lambda: make("trainer.algorithm.use_kl_loss=false"))
+    precision_shim.uninstall()
+    shim(strict=True)
+    with ours() as said:
+        make("trainer.algorithm.use_kl_loss=true")
+        reference = fsdp_worker("ref", checkpoints["float32"], None, "trainer.bf16=false")
+    assert not any("no effect" in one for one in said)
+    assert {one.dtype for one in reference.model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

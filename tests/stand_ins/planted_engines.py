@@ -16,10 +16,10 @@ NEW = {"vllm": "x = 'head_dtype'", "sglang": "x = 'enable_fp32_lm_head'"}
 
 
 CHOICES = {
-    "vllm": (
-        "vllm/config/model.py",
-        """
+    "vllm": {
+        "vllm/config/model.py": """
 from absent import current_platform, Config
+from vllm.convertor import Convertor
 
 REFUSED = {"gemma2": "it overflows"}
 
@@ -27,38 +27,60 @@ def _check_valid_dtype(model_type: str, dtype: Config):
     if dtype == torch.float16 and model_type in REFUSED:
         raise ValueError(REFUSED[model_type])
 
-def _resolve_auto_dtype(model_type, config_dtype, *, is_pooling_model):
-    if config_dtype == torch.float32 or model_type in REFUSED:
+def _get_and_verify_dtype(model_id, config, dtype, *, is_pooling_model, revision=None):
+    found = Convertor.dtype_of(config, model_id)
+    if found == torch.float32 or config.model_type in REFUSED:
         return current_platform.supported_dtypes[0]
-    return config_dtype
+    return found
 """,
-    ),
-    "sglang": (
-        "sglang/srt/configs/model_config.py",
-        """
+        "vllm/convertor.py": """
+from typing import final
+from .files import get_safetensors_params_metadata, _SAFETENSORS_TO_TORCH_DTYPE
+
+@final
+class Convertor:
+    @classmethod
+    def dtype_of(cls, config, model_id):
+        for one in (config, config.get_text_config()):
+            if one.dtype is not None:
+                return one.dtype
+        read = get_safetensors_params_metadata(model_id, revision=None).values()
+        held = [_SAFETENSORS_TO_TORCH_DTYPE[one["dtype"]] for one in read]
+        return held[0] if held else torch.float32
+""",
+    },
+    "sglang": {
+        "sglang/srt/configs/model_config.py": """
 from absent import make_logger
+from sglang.srt.utils import get_hf_text_config
 
 logger = make_logger(__name__)
 
 def _get_and_verify_dtype(config, dtype):
-    if dtype == "auto" and config.dtype == torch.float32:
+    if config.dtype in (None, torch.float32):
         logger.info("downcast")
         return torch.bfloat16 if config.model_type.startswith("gemma") else torch.float16
     return config.dtype
 """,
-    ),
+        "sglang/srt/utils/__init__.py": "from .common import *",
+        "sglang/srt/utils/common.py": """
+def get_hf_text_config(config):
+    return getattr(config, "text_config", config)
+""",
+    },
 }
-"""Functions of the engines' names that choose alike, in files that no test could import."""
+"""Files with functions of the engines' names that choose alike; no test could import them."""
 
 
 def plant_choices(folder: Path, patch: pytest.MonkeyPatch, **texts: str) -> None:
     """Write the files with the engines' functions, or with ``texts``, and put them on the path."""
-    for name, (file, text) in CHOICES.items():
-        place = folder / file
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(texts.get(name, text))
-        for above in place.relative_to(folder).parents[:-1]:
-            (folder / above / "__init__.py").touch()
+    for name, files in CHOICES.items():
+        for file, text in files.items():
+            place = folder / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(texts.get(name, text))
+            for above in place.relative_to(folder).parents[:-1]:
+                (folder / above / "__init__.py").touch()
     patch.syspath_prepend(folder)
 
 

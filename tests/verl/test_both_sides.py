@@ -268,7 +268,7 @@ def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
     made = start([*side("actor", "fp16"), f"{ROLLOUT}.dtype=null"])
     assert made.rollout is None
     assert made.chosen == {"rollout": "the checkpoint's dtype beside the actor's fp16"}
-    assert len(made.told) == 1
+    assert made.told == ()
 
 
 @pytest.mark.slow
@@ -343,8 +343,39 @@ def test_the_legacy_reference_model_on_megatron_has_the_actors_dtype() -> None:
 
 
 def test_an_engine_that_the_shim_does_not_know() -> None:
-    made = start(["actor_rollout_ref.actor.strategy=veomni"])
+    made = start(["actor_rollout_ref.actor.strategy=another"])
     assert made.chosen == {"rollout": "not compared with the actor"}
+
+
+@pytest.mark.skipif(
+    Version("0.9.1") > VERL, reason="before 0.9.1 the shim scales none of the three"
+)
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [
+        ("veomni", "veomni.dtype"),
+        ("torchtitan", "torchtitan.dtype"),
+        ("fsdp_turbo", "fsdp_config.turbo_config.distributed.fsdp_plan.param_dtype"),
+    ],
+)
+@pytest.mark.parametrize("follow", [False, True])
+def test_other_engines_are_compared_in_driver_and_plan(
+    strategy: str, key: str, follow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = [] if strategy == "fsdp_turbo" else [f"model_engine={strategy}"]
+    words = [*model, f"++actor_rollout_ref.actor.{key}=float16", f"{ROLLOUT}.dtype=bfloat16"]
+    words += ["actor_rollout_ref.actor.use_kl_loss=true", f"{ROLLOUT}.name=vllm"]
+    words += [f"actor_rollout_ref.{role}.strategy={strategy}" for role in ("actor", "ref")]
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
+    precision_shim.install(frameworks=["verl"], export=False)
+    made = Verl().start((words, None, "ppo_trainer"))
+    chosen = "fp16, as the actor" if follow else "bf16 beside the actor's fp16"
+    assert (made.chosen["ref"], made.chosen["rollout"]) == (chosen, chosen)
+    told = [one for one in made.told if "computes in fp16" in one]
+    assert len(told) == (0 if follow else 2)
+    assert f"actor_rollout_ref.ref.{key}=float16, or" in "".join(told) or follow
+    precision_shim.uninstall()
+    assert both.of_plan(Verl().line((words, None, "ppo_trainer"))) == (told, made.notes)
 
 
 def test_programs_that_were_imported_before() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, Engine
 from precision_shim_adapters.agreement.engines import chosen_by, refusal_of_fp16
 from precision_shim_adapters.agreement.lm_head import FIELD, of_rollout
+from precision_shim_adapters.agreement.model_files import resolve_by_model
 from precision_shim_adapters.agreement.names import engine_name
 
 CONFIG = Callable[..., Any]
@@ -51,8 +53,25 @@ def test_auto_takes_the_checkpoints_dtype_and_bf16_for_fp32(
     config.save_pretrained(tmp_path)
     assert engine_name("auto", "key", "vLLM") == "auto"
     assert model_config(tmp_path, "auto").dtype == getattr(torch, computes)
-    short = {name: canonical for canonical, name in ENGINE_NAMES.items()}
-    assert chosen_by("vllm", short[stored], config.model_type) == short[computes]
+    assert chosen_by("vllm", config.to_dict(), ()) == CANONICAL[computes]
+
+
+@pytest.mark.parametrize(
+    ("named", "stored"),
+    [("float32", "bfloat16"), ("float16", "bfloat16"), (None, "float16"), (None, "bfloat16")],
+)
+def test_auto_takes_the_configs_dtype_or_that_of_the_files(
+    named: str | None, stored: str, model: Any, tmp_path: Path, model_config: CONFIG
+) -> None:
+    """An export with ``state_dict=`` writes another dtype into the config than into the files."""
+    kept = {name: one.to(getattr(torch, stored)) for name, one in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=kept)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {**config, "dtype": named} if named else {**config, "dtype": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = resolve_by_model(Engine("rollout", AUTO, "key"), "vllm", str(tmp_path))
+    found = model_config(tmp_path, "auto").dtype
+    assert ENGINE_NAMES[engine.computes] == str(found).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "glm4", "plamo2", "qwen2"])

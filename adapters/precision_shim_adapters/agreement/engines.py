@@ -1,7 +1,7 @@
 """Ask the source of the installed vLLM or SGLang which dtype it chooses, and which it refuses.
 
-Nothing is imported: of the engine's module only the asked function runs, with the functions and
-tables of that module that it names. What an engine that is not installed here does is not known.
+Nothing is imported: of the engine's modules only the asked function runs, with what it names of
+these modules. What an engine that is not installed here does is not known.
 """
 
 from __future__ import annotations
@@ -9,43 +9,71 @@ import __future__
 
 import ast
 import logging
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 from functools import lru_cache
+from importlib.util import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import version_of, versioned
-from precision_shim.precision.dtypes import CANONICAL, name_of
-from precision_shim.seams import definition
+from precision_shim.precision.dtypes import CANONICAL, name_of, parse_dtype
+from precision_shim.seams import find_spec
 
-from .engine_names import SGLANG, VERIFY, VLLM
-
-_ON_A_GPU = SimpleNamespace(
-    supported_dtypes=[torch.bfloat16, torch.float16, torch.float32],
-    get_device_name=str,
-    get_device_capability=lambda: None,
-)
-"""The platform that vLLM's function is told: a GPU with bf16, as the job's GPUs, not this host."""
+from .engine_names import SGLANG, TEXT_PART, VERIFY, VLLM
 
 
-def chosen_by(backend: str, checkpoint: str, model_type: str) -> str:
+class _Config(SimpleNamespace):
+    """A model's config as the engines get it from transformers, or a section of it."""
+
+    def __init__(self, **keys: Any) -> None:
+        dtype = parse_dtype(str(keys.get("dtype") or keys.get("torch_dtype")))
+        inner = (name for name in keys if name.endswith("_config") and isinstance(keys[name], dict))
+        keys |= {name: _Config(**keys[name]) for name in inner}
+        defaults = {"architectures": None, "model_type": ""}
+        super().__init__(**{**defaults, **keys, "dtype": dtype, "torch_dtype": dtype})
+
+    def get_text_config(self) -> _Config:
+        """The part of a multimodal model that generates, as transformers' method returns it."""
+        found: _Config = getattr(getattr(self, "thinker_config", self), "text_config", self)
+        return found
+
+
+_GIVEN: Mapping[str, Any] = {
+    "torch": torch,
+    "logger": logging.Logger("silent", logging.CRITICAL + 1),
+    "PretrainedConfig": _Config,
+    "current_platform": SimpleNamespace(
+        supported_dtypes=[torch.bfloat16, torch.float16, torch.float32],
+        get_device_name=str,
+        get_device_capability=lambda: None,
+    ),
+}
+"""What the engines' functions get in place of other packages, and of this host: for vLLM a GPU with
+bf16, as the job's GPUs."""
+
+
+def chosen_by(backend: str, config: Mapping[str, Any], stored: Collection[str]) -> str:
     """Canonical name of the dtype that ``auto`` means to the installed engine; empty if unknown.
 
-    ``checkpoint`` is the canonical name of the checkpoint's dtype, ``model_type`` the HF config's.
+    ``config`` is what stands in the model's ``config.json``, and ``stored`` are the canonical names
+    of the dtypes in its files.
     """
-    given = CANONICAL[checkpoint]
+    files = {name: {"dtype": name} for name in stored}
+    given = {
+        "get_safetensors_params_metadata": lambda model, **named: files,
+        "_SAFETENSORS_TO_TORCH_DTYPE": CANONICAL,
+    }
+    model = _Config(**config)
     try:
         if backend == "vllm":
-            function = _taken(VLLM, "_resolve_auto_dtype")
-            found = function(model_type, given, is_pooling_model=False)
+            found = _run(VLLM, VERIFY, "", model, "auto", is_pooling_model=False, given=given)
         else:
-            config = SimpleNamespace(dtype=given, torch_dtype=given, model_type=model_type)
-            found = _taken(SGLANG, VERIFY)(config, "auto")
+            found = _run(SGLANG, VERIFY, _run(SGLANG, TEXT_PART, model), "auto")
+        return name_of(found)
     except Exception:  # another release's function may need anything
         return ""
-    return name_of(found)
 
 
 def refusal_of_fp16(backend: str, model_type: str) -> str:
@@ -53,7 +81,7 @@ def refusal_of_fp16(backend: str, model_type: str) -> str:
     if backend != "vllm" or not model_type:
         return ""
     try:
-        _taken(VLLM, "_check_valid_dtype")(model_type, torch.float16)
+        _run(VLLM, "_check_valid_dtype", model_type, torch.float16)
     except ValueError as error:
         return f"{versioned('vllm')} refuses to run {model_type} in fp16: {error}"
     except Exception:
@@ -68,31 +96,55 @@ def not_known(backend: str) -> str:
     return f"not known here: the source of {versioned(backend)} does not tell"
 
 
-@lru_cache(maxsize=8)
-def _taken(module: str, name: str) -> Callable[..., Any]:
-    """Build a function of a module's source, with what it names of that module."""
-    found = definition(f"{module}:{name}")
-    if found is None:
-        raise LookupError(name)
-    given: dict[str, Any] = {
-        "torch": torch,
-        "logger": logging.Logger("silent", logging.CRITICAL + 1),
-        "current_platform": _ON_A_GPU,
-    }
-    body: list[ast.stmt] = []
-    wanted = {name}
-    for node in reversed(ast.parse(found.text).body):  # what a function names stands above it
-        if wanted.difference(given).intersection(_bound(node)):
-            body.insert(0, node)
-            wanted |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+def _run(module: str, name: str, *args: Any, given: Mapping[str, Any] = {}, **named: Any) -> Any:
+    """Call a function of a module's source; what the run names is taken from the sources.
+
+    Raises:
+        StopIteration: a name is in none of the sources that were read.
+    """
+    scope, places, wanted = {**_GIVEN, **given}, [module], [name]
     flags = __future__.annotations.compiler_flag  # annotations name classes of other modules
-    exec(compile(ast.Module(body, []), module, "exec", flags, dont_inherit=True), given)
-    taken: Callable[..., Any] = given[name]
-    return taken
+    while True:
+        try:
+            if not wanted:
+                return scope[name](*args, **named)
+            place, node = next(filter(None, (_find(one, wanted[-1]) for one in reversed(places))))
+            places.append(place)
+            exec(compile(ast.Module([node], []), place, "exec", flags, dont_inherit=True), scope)
+            wanted.pop()
+        except NameError as error:  # noqa: PERF203
+            if error.name in (*wanted, *scope):
+                raise
+            wanted.append(str(error.name))
 
 
-def _bound(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+def _find(module: str, name: str) -> tuple[str, ast.stmt] | None:
+    """The module that binds what a module has under a name, and the statement that binds it."""
+    bound = _bound(module)
+    found = bound.get(name)
+    if isinstance(found, ast.stmt):
+        return module, found
+    others = [found] if found else [(star[1:], name) for star in bound if star[0] == "*"]
+    return next(filter(None, (_find(*one) for one in others)), None)
+
+
+@lru_cache(maxsize=64)
+def _bound(module: str) -> dict[str, Any]:
+    """Map the names of a module to statements of its source, or to another module and its name.
+
+    A module whose names are all imported has a star before its name.
+    """
+    spec: Any = find_spec(module)
+    bound: dict[str, Any] = {}
+    for node in ast.parse(spec.loader.get_source(module)).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound[node.name] = node
+        elif isinstance(node, ast.ImportFrom):
+            place = resolve_name("." * node.level + (node.module or ""), spec.parent)
+            for one in node.names:
+                as_name = f"*{place}" if one.name == "*" else one.asname or one.name
+                bound[as_name] = place, one.name
+        else:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            bound.update({one.id: node for one in targets if isinstance(one, ast.Name)})
+    return bound

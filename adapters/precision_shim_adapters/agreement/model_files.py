@@ -12,7 +12,7 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.files.models import directory_of
 from precision_shim.files.safetensors import read_header
-from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
+from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, Engine
 
 from .engines import chosen_by, not_known, refusal_of_fp16
 
@@ -22,13 +22,21 @@ OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 def checkpoint_dtype(path: str) -> str:
     """Canonical name of the dtype in a model's ``config.json``; empty if unknown."""
-    config = _config(path)
-    for section in (config, config.get("text_config")):
+    first = next(iter(_named(_config(path)).values()), "")
+    return first if first in ENGINE_NAMES else ""
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str]:
+    """Map the model's config, ``""``, and its part that generates to the dtype that it names."""
+    found = {}
+    for place in ("", "text_config"):
+        section = config.get(place) if place else config
         if isinstance(section, dict):
             named = section.get("dtype") or section.get("torch_dtype")
             if named is not None:
-                return CANONICAL.get(str(named).removeprefix("torch."), "")
-    return ""
+                name = str(named).removeprefix("torch.")
+                found[place] = CANONICAL.get(name, name)
+    return found
 
 
 def quantised(path: str) -> str:
@@ -41,24 +49,27 @@ def quantised(path: str) -> str:
 
 
 def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
-    """Add to an engine what its model's ``config.json`` decides.
+    """Add to an engine what its model's files decide.
 
-    If the checkpoint's dtype is known, replaces the dtype ``"auto"`` by what the installed engine
-    makes of it; without the engine, of a checkpoint in 16 bits that is the checkpoint's dtype.
+    If the model's ``config.json`` is known, replaces the dtype ``"auto"`` by what the installed
+    engine makes of it; without the engine, of a config that names one 16-bit dtype, by this dtype.
     """
-    config, checkpoint = _config(path), checkpoint_dtype(path)
-    if backend == "sglang":  # which asks the part of a multimodal model that generates
-        config = config.get("text_config") or config
+    config = _config(path)
     kind = str(config.get("model_type") or "")
     engine = replace(engine, refuses=refusal_of_fp16(backend, kind))
-    if engine.computes != AUTO or not checkpoint:
+    if engine.computes != AUTO or not config:
         return engine
-    because = f"{engine.because or f'{engine.key}=auto'}, and the checkpoint is in {checkpoint}"
-    found = chosen_by(backend, checkpoint, kind) or (checkpoint if checkpoint != "fp32" else "")
+    named, stored = _named(config), stored_dtypes(path)
+    says = ", ".join(f"{dtype} in {at}" if at else dtype for at, dtype in named.items())
+    says = says or f"no dtype, beside files in {'+'.join(sorted(stored)) or 'no known dtype'}"
+    because = f"{engine.because or f'{engine.key}=auto'}, and config.json says {says}"
+    one, *others = {*named.values()} or {""}
+    low = one if one in ("fp16", "bf16") and not others else ""
+    found = chosen_by(backend, config, stored) or low
     if not found:
         because += f"; what {backend} makes of that is {not_known(backend)}"
         return replace(engine, because=because)
-    if found != checkpoint:
+    if {found} != {*named.values()}:
         because += f", of which {versioned(backend)} makes {found}"
     return replace(engine, computes=found, because=because)
 

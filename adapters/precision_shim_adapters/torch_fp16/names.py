@@ -1,13 +1,14 @@
-"""The dtype names that the FSDP engines of both verl and SkyRL accept."""
+"""The dtype names that the FSDP engines of both verl and SkyRL accept; float16 without a scaler."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from precision_shim.errors import DtypeError
+from precision_shim.precision.dtypes import name_of
 
 _NAMES: Mapping[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: ("bf16", "bfloat16"),
@@ -37,4 +38,19 @@ def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
         f"{where}: {key}={value!r} names no dtype that its FSDP engine takes; allowed: {allowed}, "
         f"spelled so. Correct {key}.",
         key=key,
+    )
+
+
+def unscaled(where: str, written: Collection[str], computes: torch.dtype | None, key: str) -> str:
+    """A warning about float16 in parameters or reductions if the loss is not scaled, or empty.
+
+    ``written`` are the keys that say float16, and ``key`` is that of the dtype ``computes``, in
+    which the layers compute.
+    """
+    if not written or computes in (None, torch.float16):
+        return ""
+    return (
+        f"{where}: {', '.join(written)}=float16 is no fp16 training here: the layers compute in "
+        f"{name_of(computes)}, and the loss is not scaled, so small gradients become zero and "
+        f"large ones inf. Leave it out, or set {key}=float16 to train in float16."
     )

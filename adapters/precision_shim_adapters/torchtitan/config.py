@@ -6,26 +6,35 @@ replaces a name when torchtitan builds a config, and again when a trainer receiv
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from operator import itemgetter
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import AUTO
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 
-from .training.trainers import NAMES, OWN_NAMES, POLICY, RL, TRAINER, refuse_float16_states
+from .training.trainers import (
+    CONTROLLER,
+    NAMES,
+    OWN_NAMES,
+    POLICY,
+    RL,
+    TRAINER,
+    refuse_float16_states,
+)
 
 FEATURE = "dtype-coercion"
-KEYS = ("dtype", "mixed_precision_param")
-"""The keys of ``TrainingConfig`` whose dtype names the shim coerces."""
-
 SETS = {"dtype": "params", "mixed_precision_param": COMPUTES, "mixed_precision_reduce": REDUCES}
 """Maps a dtype key of ``TrainingConfig`` to what it sets."""
 
+_NAMES = frozenset(OWN_NAMES.values())
 _SPELLINGS = "float16/fp16/half/16, bfloat16/bf16, float32/fp32/float/32"
 _COERCES: dict[str, Any] = {
     "feature": FEATURE,
@@ -47,20 +56,41 @@ def own_name(value: Any, key: str) -> Any:
     if name is None:
         raise DtypeError(
             f"{versioned('torchtitan')}: {key}={value!r} names no dtype that torchtitan computes "
-            f"in; allowed: {_SPELLINGS}, in any case, also with the prefix 'torch.'. Correct {key}."
+            f"in; allowed: {_SPELLINGS}, in any case, also with the prefix 'torch.'. "
+            f"Correct {key}.",
+            key=key,
         )
     return name
 
 
-def coerce_training(training: Any) -> None:
-    """Replace the dtype names in a ``TrainingConfig`` by torchtitan's own names.
+def _is_dtype(annotation: Any) -> bool:
+    """Whether a field's type is a choice of torchtitan's dtype names, which nothing else has."""
+    return get_origin(annotation) is Literal and _NAMES.issuperset(get_args(annotation))
+
+
+def coerce_config(config: Any, place: str = "") -> None:
+    """Replace the dtype names in a config, and in every config inside it, by torchtitan's own.
+
+    These are the fields with a choice of dtype names, and those whose default is a dtype name: the
+    type may be a string here, or any string, which may leave the choice to the reader (``auto``).
+
+    Args:
+        config: the config, which is a dataclass.
+        place: the config's key, with a dot at its end; empty for the outermost.
 
     Raises:
-        DtypeError: a name is unknown, or ``training.dtype`` is float16.
+        DtypeError: a name is unknown, or parameters and optimizer states would be float16.
     """
-    for key in KEYS:
-        setattr(training, key, own_name(getattr(training, key), f"training.{key}"))
-    refuse_float16_states(training)
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name, None), f"{place}{field.name}"
+        word = isinstance(field.default, str) and field.default in _NAMES
+        if _is_dtype(field.type) or (word and value not in ("", AUTO)):
+            setattr(config, field.name, own_name(value, key))
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if dataclasses.is_dataclass(one) and not isinstance(one, type):
+                coerce_config(one, f"{key}.")
+    if hasattr(config, "mixed_precision_param"):
+        refuse_float16_states(config, place)
 
 
 def written(training: Any, prefix: str) -> tuple[Written, ...]:
@@ -80,59 +110,66 @@ def written(training: Any, prefix: str) -> tuple[Written, ...]:
 def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
     """Build a ``TrainingConfig`` with torchtitan's own dtype names."""
     call.proceed()
-    coerce_training(call.instance)
+    coerce_config(call.instance, "training.")
 
 
 @seam(
     "torchtitan.config.manager:ConfigManager.parse_args",
     group=NAMES,
-    why="the command line knows only the values that stand in TrainingConfig's annotations",
+    why="the command line knows only the values that stand in the annotations of a config",
     relies_on=("tyro", "cli"),
     **_COERCES,
 )
 def parse_args(call: Call) -> Any:
-    """Make the command line accept every spelling of a dtype, without a new option."""
+    """Make the command line accept every spelling of a dtype, without a new option.
+
+    Raises:
+        DtypeError: a name in the config or on the command line is unknown.
+    """
     with any_name():
-        return call.proceed()
+        config = call.proceed()
+    coerce_config(config)
+    return config
 
 
 @contextmanager
 def any_name() -> Iterator[None]:
-    """Make tyro accept any string for a dtype; ``build_training`` checks the name later.
+    """Make tyro accept any string where a config has a choice of dtype names; others check it."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
-    tyro reads ``TrainingConfig.__annotations__``, not the types in the dataclass's fields.
-    """
-    import tyro
-    from torchtitan.config.configs import TrainingConfig
+    registry, choices = ConstructorRegistry(), "{" + ",".join(OWN_NAMES.values()) + "}"
 
-    metavar = "{" + ",".join(OWN_NAMES.values()) + "}"
-    word = Annotated[str, tyro.conf.arg(metavar=metavar)]
-    annotations = TrainingConfig.__annotations__
-    before = {key: annotations[key] for key in KEYS}
-    annotations.update(dict.fromkeys(KEYS, word))
-    try:
+    word = PrimitiveConstructorSpec(1, choices, itemgetter(0), bool, lambda value: [str(value)])
+    registry.primitive_rule(lambda asked: word if _is_dtype(asked.type) else None)
+    with registry:
         yield
-    finally:
-        annotations.update(before)
 
 
 @seam(
     at=[
         {
-            "target": f"{POLICY}.__init__",
+            "target": target,
             "group": RL,
-            "why": "the trainer looks names up in a dict that knows three",
+            "why": "it hands the config on to code that looks names up in a dict that knows three",
             "optional": True,
-        },
+        }
+        for target in (f"{POLICY}.__init__", f"{CONTROLLER}.__init__")
+    ]
+    + [
         {
             "target": f"{TRAINER}.__init__",
             "group": NAMES,
             "why": "a name that was assigned after the config was built",
-        },
+        }
     ],
     **_COERCES,
 )
-def build_trainer(call: Call, config: Any) -> Any:
-    """Replace the dtype names in a trainer's config by torchtitan's own names."""
-    coerce_training(config.training)
+def build_trainer(call: Call, config: Any, model_spec: Any = None) -> Any:
+    """Replace the dtype names in a trainer's or controller's config by torchtitan's own names.
+
+    Raises:
+        DtypeError: a name is unknown, or parameters and optimizer states would be float16.
+    """
+    for one in filter(None, (config, model_spec)):
+        coerce_config(one)
     return call.proceed()

@@ -57,7 +57,7 @@ class Verdict:
         engine: the engine that is compared with the trainer.
         agrees: whether the engine and the trainer compute in the same dtype.
         lost: whether the user must change the config: the engine cannot run the model in fp16, or
-            the trainer computes in fp16 and the engine may compute in bf16.
+            the trainer computes in fp16 and the engine in bf16.
         chosen: text on the dtypes of the engine and the trainer.
         because: text on the reason for ``agrees`` and ``lost``.
         remedy: the config line that gives the engine the trainer's dtype; empty if none can.
@@ -98,13 +98,14 @@ def _compare(trainer: Engine, other: Engine) -> Verdict:
     if dtype == trainer.computes:
         return Verdict(other, True, False, f"{dtype}, as the {trainer.subject}", source)
     # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
-    lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
+    lost = trainer.computes == "fp16" and dtype == "bf16"
     if dtype == FP8:
         because = f"{source}: its weights are rounded to fp8, so its probabilities differ"
         return Verdict(other, False, False, f"fp8 beside {whose}", because)
     if dtype == AUTO:
         chosen = f"the checkpoint's dtype beside {whose}"
-        reason = "which dtype that is, is not known here"
+        reason = "which dtype that is, is not known here; the engine's own log names it"
+        reason += f", and {remedy} sets it" if remedy else ""
     else:
         chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, lost=lost)
     return Verdict(other, False, lost, chosen, f"{source}: {reason}", remedy)

@@ -17,10 +17,10 @@ from ...stand_ins.planted_engines import plant_choices
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    engines._taken.cache_clear()
+    engines._bound.cache_clear()
 
 
-def resolved(tmp_path: Path, backend: str, dtype: str, kind: str, **more: object) -> Engine:
+def resolved(tmp_path: Path, backend: str, dtype: str | None, kind: str, **more: object) -> Engine:
     config = {"dtype": dtype, "model_type": kind, **more}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return resolve_by_model(Engine("rollout", AUTO, "rollout.dtype"), backend, str(tmp_path))
@@ -52,18 +52,53 @@ def test_the_engines_own_function_decides(
     assert found.computes == computes
     assert found.refuses.startswith(refuses)
     assert bool(found.refuses) is bool(refuses)
-    assert found.because.startswith("rollout.dtype=auto, and the checkpoint is in ")
+    assert found.because.startswith("rollout.dtype=auto, and config.json says ")
     changes = dtype == "float32" or (kind == "gemma2" and dtype == "float16")
     assert (f"of which {backend} unknown makes {computes}" in found.because) is changes
     assert not [name for name in sys.modules if name.startswith(("vllm.", "sglang."))]
 
 
-def test_sglang_asks_the_language_model_of_a_multimodal_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("backend", "top", "text", "stored", "computes", "says"),
+    [
+        ("vllm", "bfloat16", "float32", "", "bf16", "bf16, fp32 in text_config"),
+        ("sglang", "bfloat16", "float32", "", "fp16", "bf16, fp32 in text_config"),
+        ("sglang", "float32", "bfloat16", "", "bf16", "fp32, bf16 in text_config"),
+        ("vllm", None, "float16", "", "fp16", "fp16 in text_config"),
+        ("vllm", "float32", None, "F16", "bf16", "fp32"),
+        ("vllm", None, None, "F16", "fp16", "no dtype, beside files in fp16"),
+        ("sglang", None, None, "BF16", "fp16", "no dtype, beside files in bf16"),
+        ("vllm", None, None, "", "bf16", "no dtype, beside files in no known dtype"),
+    ],
+)
+def test_where_the_engine_reads_the_dtype(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    top: str | None,
+    text: str | None,
+    stored: str,
+    computes: str,
+    says: str,
 ) -> None:
     plant_choices(tmp_path / "engines", monkeypatch)
-    text = {"model_type": "gemma"}
-    assert resolved(tmp_path, "sglang", "float32", "pali", text_config=text).computes == "bf16"
+    if stored:
+        header = json.dumps({"x": {"dtype": stored, "shape": [1], "data_offsets": [0, 2]}}).encode()
+        data = len(header).to_bytes(8, "little") + header + b"00"
+        (tmp_path / "model.safetensors").write_bytes(data)
+    parts = {} if text is None else {"text_config": {"torch_dtype": text}}
+    found = resolved(tmp_path, backend, top, "qwen2", **parts)
+    assert found.computes == computes
+    assert (
+        found.because.partition(", of which")[0]
+        == f"rollout.dtype=auto, and config.json says {says}"
+    )
+
+
+def test_two_dtypes_are_not_known_without_the_engine(tmp_path: Path) -> None:
+    found = resolved(tmp_path, "vllm", "bfloat16", "qwen2", text_config={"dtype": "float16"})
+    assert found.computes == AUTO
+    assert resolved(tmp_path, "vllm", None, "qwen2").computes == AUTO
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])

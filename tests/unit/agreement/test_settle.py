@@ -48,7 +48,7 @@ def test_follow_writes_whatever_stands_there(setting: str, trainer: str, compute
     wrote: list[tuple[str, str]] = []
     asked = TRAINER[trainer], [rollout(computes)]
     follows = setting == "follow" and computes not in (trainer, FP8)
-    lost = trainer == "fp16" and computes in ("bf16", AUTO) and not follows
+    lost = trainer == "fp16" and computes == "bf16" and not follows
 
     def act() -> None:
         report_engines(WHERE, *asked, lambda key, name: wrote.append((key, name)))
@@ -71,6 +71,16 @@ def test_follow_writes_whatever_stands_there(setting: str, trainer: str, compute
     assert notes == [
         f"{one.subject}: rollout-agreement: {one.chosen} ({one.because})" for one in found
     ]
+
+
+def test_doubt_is_a_note_that_says_how_to_find_out() -> None:
+    precision_shim.install(strict=True, settings={"log": "quiet"})
+    report_engines(WHERE, TRAINER["fp16"], [rollout(AUTO)], None)
+    (one,) = precision_shim.status().decisions
+    assert one.chosen == "the checkpoint's dtype beside the actor's fp16"
+    assert "not known here; the engine's own log names it, and rollout.dtype=float16 sets it" in (
+        one.because
+    )
 
 
 def test_one_decision_has_all_keys_that_follow_replaces() -> None:

@@ -221,7 +221,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
 def _absent(trainer: Any) -> dict[str, str]:
     """Map each model that the job does not build to the reason."""
     found = {}
-    if not dtypes.has_reference(trainer):
+    if not dtype_keys.has_reference(trainer):
         found["ref"] = "trainer.algorithm has neither use_kl_loss nor use_kl_in_reward"
     if not trainer.critic.model.path:
         found["critic"] = "trainer.critic.model.path is null"

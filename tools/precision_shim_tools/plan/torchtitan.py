@@ -23,9 +23,9 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.agreement.report import FEATURE, JobEngines
 from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
-from precision_shim_adapters.torchtitan.config import any_name, coerce_training, written
+from precision_shim_adapters.torchtitan.config import any_name, coerce_config, written
 from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
-from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE
+from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE, find_unscaled
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
 
 from .command import Job
@@ -45,7 +45,6 @@ _KEYS = {
     "optimizer": "optimizer",
     "dtype": "training.dtype=float32",
 }
-_DTYPE_KEY = re.compile(r"--(trainer\.)?training\.(mixed[-_]precision[-_]|dtype)")
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 
@@ -62,10 +61,11 @@ def plan_job(job: Job) -> Request:
     group = PRETRAINING if trainer is config else RL
     parallel, training = trainer.parallelism, trainer.training
     world, shards = _world(job, prefix, parallel)
-    wrong = list(_dtypes(job, subject, config, trainer))
-    notes: list[str] = []
+    wrong = list(_dtypes(job, subject, config))
+    notes = [find_unscaled(training, f"{prefix}training")]
     if trainer is not config and not wrong:
-        wrong, notes = _both_sides(job, config)
+        wrong, told = _both_sides(job, config)
+        notes += told
     models = []
     if not any(problem.code == "dtype" for problem in wrong):
         model, compute = _model(job, config), _name(training.mixed_precision_param)
@@ -94,7 +94,7 @@ def plan_job(job: Job) -> Request:
         world,
         tuple(models),
         problems=tuple(wrong),
-        notes=tuple(notes),
+        notes=tuple(filter(None, notes)),
         rollout=trainer is not config,
     )
 
@@ -105,7 +105,8 @@ def _where() -> str:
 
 def _ends(job: Job) -> str:
     """Why torchtitan itself refuses the arguments that the shim makes it take; empty if not."""
-    if job.in_force(COERCION, NAMES) and any(map(_DTYPE_KEY.match, job.arguments)):
+    names = (parse_dtype(word.rpartition("=")[2]) for word in job.arguments)
+    if job.in_force(COERCION, NAMES) and any(names):
         try:
             load(job, own=True)
         except PlanError as error:
@@ -153,16 +154,14 @@ def load(job: Job, *, own: bool = False) -> Any:
         ) from cause
 
 
-def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
+def _dtypes(job: Job, subject: str, config: Any) -> Iterator[Problem]:
     """Replace dtype names by torchtitan's own, as in the job; yield a problem for unknown names."""
     if not job.in_force(COERCION, NAMES):
         return
     try:
-        coerce_training(trainer.training)
+        coerce_config(config)
     except DtypeError as error:
-        match = re.search(r"training\.\w+(?==)", str(error))
-        key = error.key or (match.group() if match else "training.dtype")
-        yield Problem.of(error, subject, key if trainer is config else f"trainer.{key}")
+        yield Problem.of(error, subject, error.key)
 
 
 def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:

@@ -53,17 +53,12 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
     """
     trainer, path = config.trainer, directory or str(config.trainer.policy.model.path)
     others = _rollouts(config.generator.inference_engine, path)
-    ref = _read_trained(trainer, "ref", in_force, directory) if has_reference(trainer) else None
+    built = dtype_keys.has_reference(trainer)
+    ref = _read_trained(trainer, "ref", in_force, directory) if built else None
     if ref is not None:
         others.insert(0, ref)
     policy = _read_trained(trainer, "policy", in_force, directory)
     return JobEngines(policy, tuple(others))
-
-
-def has_reference(trainer: Any) -> bool:
-    """Whether SkyRL builds a reference model."""
-    keys = ("use_kl_loss", "use_kl_in_reward")
-    return any(getattr(trainer.algorithm, key, False) for key in keys)
 
 
 def _read_trained(trainer: Any, role: str, in_force: IsInForce, directory: str) -> Engine | None:

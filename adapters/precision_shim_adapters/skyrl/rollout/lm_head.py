@@ -16,6 +16,7 @@ from ...agreement import lm_head as shared
 from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
 from ..config import INFERENCE
+from ..training import dtype_keys
 from . import dtypes
 
 GROUP = "LM head"
@@ -27,7 +28,7 @@ def read_heads(config: Any, in_force: shared.IsInForce) -> list[Head]:
     """Describe the LM heads of a job's policy, reference model and inference engines."""
     trainer, engines = config.trainer, config.generator.inference_engine
     group, heads = f"Megatron {GROUP}" if trainer.strategy == "megatron" else GROUP, []
-    for role in ("policy", "ref") if dtypes.has_reference(trainer) else ("policy",):
+    for role in ("policy", "ref") if dtype_keys.has_reference(trainer) else ("policy",):
         place, overrides = _overrides(trainer, role)
         refusal = ""
         if trainer.strategy not in ("fsdp", "fsdp2", "megatron"):

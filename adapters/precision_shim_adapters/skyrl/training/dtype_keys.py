@@ -21,6 +21,12 @@ MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 _SETS = dict(zip(MIXED, (COMPUTES, REDUCES), strict=True))
 
 
+def has_reference(trainer: Any) -> bool:
+    """Whether SkyRL builds a reference model."""
+    keys = ("use_kl_loss", "use_kl_in_reward")
+    return any(getattr(trainer.algorithm, key, False) for key in keys)
+
+
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
     """Map the keys of ``mixed_precision`` to the dtypes that SkyRL passes to FSDP.
 
@@ -83,8 +89,9 @@ def of_fsdp(trainer: Any, role: str) -> Iterator[Written]:
     """Yield the dtype keys of a model on FSDP, and its keys for Megatron, without the defaults."""
     config, section = getattr(trainer, role).fsdp_config, f"trainer.{role}.fsdp_config"
     yield from _written(config, section)
-    # The flag sets only the dtype in which the reference model is stored.
-    if role != "ref" and not trainer.bf16 and mixed_dtypes(config, section) == MIXED:
+    # On FSDP the flag sets only the dtype in which the reference model is stored.
+    unread = trainer.strategy != "megatron" and not has_reference(trainer)
+    if unread and not trainer.bf16 and mixed_dtypes(config, section) == MIXED:
         yield Written("trainer.bf16", trainer.bf16, COMPUTES, means="fp32")
     for place, name, value in _of_megatron(trainer, role):
         if parse_dtype(str(value)) is not torch.float32:

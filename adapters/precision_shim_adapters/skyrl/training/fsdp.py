@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, decide, seam, versioned, warn
-from precision_shim.precision.dtypes import name_of
 from precision_shim.scaling import Files, SaveAside
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
+from ...torch_fp16.names import unscaled
 from .dtype_keys import mixed_dtypes
 from .overflow import add_figures
 
@@ -48,14 +48,9 @@ def scaled_because(subject: str) -> str:
 def find_unscaled(config: Any, section: str = "fsdp_config") -> str:
     """Return a warning if FSDP reduces gradients in fp16 although nothing scales the loss."""
     computes, reduces = mixed_dtypes(config, section).values()
-    if reduces is not torch.float16 or computes is torch.float16:
-        return ""
     key = f"{section}.mixed_precision"
-    return (
-        f"{versioned('skyrl')}: {key}.reduce_dtype=fp16 is no fp16 training: the layers compute in "
-        f"{name_of(computes)}, and the loss is not scaled, so FSDP rounds small gradients to zero "
-        f"and large ones to inf. Leave it out, or set {key}.param_dtype=fp16 to train in fp16."
-    )
+    written = [f"{key}.reduce_dtype"] if reduces is torch.float16 else []
+    return unscaled(versioned("skyrl"), written, computes, f"{key}.param_dtype")
 
 
 def _is_fp16(strategy: Any) -> bool:

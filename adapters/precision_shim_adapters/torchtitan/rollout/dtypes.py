@@ -19,7 +19,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from ...agreement.lm_head import report_heads
 from ...agreement.names import engine_name, write_key
 from ...agreement.report import FEATURE, report_engines
-from ..training.trainers import FRAMEWORK, GENERATORS, POLICY, ROLLOUT
+from ..training.trainers import CONTROLLER, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 from . import lm_head
 
 KEY = "generator.model_dtype"
@@ -98,7 +98,7 @@ def build_generator(call: Call, config: Any) -> Any:
 
 
 @seam(
-    "torchtitan.experiments.rl.controller:Controller.__init__",
+    f"{CONTROLLER}.__init__",
     why="the driver, before it starts a process of the trainer or of a generator",
     **_HERE,
 )

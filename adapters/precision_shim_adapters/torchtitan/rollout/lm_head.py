@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.lm_head import Head
 
 CONVERTER = "torchtitan.experiments.rl.models.cast_linear.LMHeadCastConverter"
@@ -25,7 +28,7 @@ def read_heads(config: Any) -> list[Head]:
     heads = [node for name, node, _, _ in nodes if name.rpartition(".")[2] == "lm_head"]
     casts = [node for node in heads if isinstance(node, CastLinear.Config)]
     wrong = [type(node).__qualname__ for node in heads if type(node) is not Linear.Config]
-    if casts and all(node.compute_dtype == "float32" for node in casts):
+    if casts and all(parse_dtype(node.compute_dtype) is torch.float32 for node in casts):
         return [Head(subject, CONVERTER, in_fp32=True)]
     if casts:
         refusal = f"LMHeadCastConverter has compute_dtype={casts[0].compute_dtype}"

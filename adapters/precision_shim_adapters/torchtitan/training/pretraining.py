@@ -9,7 +9,7 @@ import torch
 from precision_shim.adapting import Call, in_force, seam, versioned, warn
 
 from ...torch_fp16 import FEATURE, ScaledTraining
-from .loss_scaling import leave, make, ready, scale_innermost
+from .loss_scaling import leave, make, ready, scale_innermost, tell_unscaled
 from .trainers import FRAMEWORK, METRICS, ON_PRETRAINING, SCALED, TRAINER, computes_in_float16
 
 _LOOP = (
@@ -34,6 +34,7 @@ _LOOP = (
 def build(call: Call, config: Any) -> None:
     """Build a trainer; for a model that computes in float16, make a scaler and scale the loss."""
     trainer = call.instance
+    tell_unscaled(config.training)
     fits = not computes_in_float16(config.training) or _has_our_loop(trainer)
     call.proceed()
     if not fits or not computes_in_float16(config.training):  # __init__ may change the config
@@ -87,6 +88,7 @@ def _has_our_loop(trainer: Any) -> bool:
 )
 def other_loop(call: Call, config: Any) -> Any:
     """Warn (strict: raise) that the shim does not scale the trainer's float16 loss."""
+    tell_unscaled(config.training)
     if computes_in_float16(config.training):
         leave(type(call.instance).__name__, ["__init__", "training loop"], "with Trainer")
     return call.proceed()

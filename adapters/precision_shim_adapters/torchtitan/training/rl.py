@@ -16,7 +16,7 @@ from precision_shim.adapting import Call, in_force, seam
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from .endpoints import UNSCALES, remake
-from .loss_scaling import leave, make, ready, scale_innermost
+from .loss_scaling import leave, make, ready, scale_innermost, tell_unscaled
 from .trainers import FRAMEWORK, ON_RL, POLICY, RL, SCALED, computes_in_float16
 
 _NORM = "trainer/grad_norm/mean"
@@ -67,6 +67,7 @@ def _list_overridden(trainer: Any, name: str) -> list[str]:
 @seam(f"{POLICY}.__init__", why="the optimizers exist", optional=True, **SCALED, **ON_RL)
 def build_trainer(call: Call, config: Any) -> None:
     """Build a trainer; then store its loss-scaling object, if it has one, on its optimizers."""
+    tell_unscaled(config.training, "trainer.training")
     call.proceed()
     trainer = call.instance
     training = ScaledTraining.of(trainer)

@@ -23,6 +23,7 @@ ROLLOUT = "rollout"
 """Names of the groups of torchtitan's seams."""
 
 POLICY = "torchtitan.experiments.rl.actors.trainer:PolicyTrainer"
+CONTROLLER = "torchtitan.experiments.rl.controller:Controller"
 GENERATORS = "torchtitan.experiments.rl.actors.generator:VLLMGenerator"
 TRAINER = "torchtitan.trainer:Trainer"
 
@@ -41,14 +42,15 @@ def computes_in_float16(training: Any) -> bool:
     return isinstance(name, str) and parse_dtype(name) is torch.float16
 
 
-def refuse_float16_states(training: Any) -> None:
+def refuse_float16_states(training: Any, place: str = "training.") -> None:
     """Raise a ``DtypeError`` if a config has parameters and optimizer states in float16."""
     if isinstance(training.dtype, str) and parse_dtype(training.dtype) is torch.float16:
         raise DtypeError(
-            f"{versioned(FRAMEWORK)}: training.dtype={training.dtype!r} puts parameters and "
+            f"{versioned(FRAMEWORK)}: {place}dtype={training.dtype!r} puts parameters and "
             "optimizer states into float16, where AdamW's eps of 1e-8 is 0 and parameters are not "
             "finite after a few finite steps; allowed: float32, bfloat16. To compute in float16 "
-            "leave training.dtype at float32 and set training.mixed_precision_param=float16."
+            f"leave {place}dtype at float32 and set {place}mixed_precision_param=float16.",
+            key=f"{place}dtype",
         )
 
 

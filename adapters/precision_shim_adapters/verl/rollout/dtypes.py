@@ -18,7 +18,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 from ...agreement.model_files import resolve_by_model
 from ...agreement.names import engine_name, with_rounded
 from ...agreement.report import JobEngines
-from ..training import fsdp
+from ..training import engines, fsdp
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -84,7 +84,7 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None
         dtype = parse_dtype(str(value or "bfloat16")) or torch.bfloat16
         return Engine(subject, name_of(dtype), key, value)
     if strategy not in ("fsdp", "fsdp2"):
-        return None
+        return _of_other(role, subject, strategy, place)
     section, key = _section(role, "fsdp_config"), f"{place}.fsdp_config"
     mixed = f"{key}.mixed_precision.param_dtype"
     if group == fsdp.LEGACY:
@@ -101,6 +101,21 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str) -> Engine | None
     given = _section(section, "mixed_precision")
     prefix = "" if "param_dtype" in given else "++"
     return Engine(subject, name_of(dtype), mixed, given.get("param_dtype"), prefix=prefix)
+
+
+def _of_other(role: Mapping[str, Any], subject: str, strategy: str, place: str) -> Engine | None:
+    """The engine of a model that neither Megatron nor verl's FSDP engine runs."""
+    if strategy == "fsdp_turbo":  # without the shim, it autocasts to bfloat16
+        value = engines.turbo_plan(_section(role, "fsdp_config")).get("param_dtype")
+        key = f"{place}.fsdp_config.{fsdp.COMPUTE_KEYS[strategy]}"
+        computes = "fp16" if engines.is_fp16(value) else "bf16"
+        return Engine(subject, computes, key, value, prefix="++")
+    if strategy not in engines.FLAGGED:
+        return None
+    section, key = _section(role, strategy), f"{place}.{strategy}.dtype"
+    dtype, why = engines.of_flag(strategy, section)
+    key, prefix = "" if why else key, "" if "dtype" in section else "++"
+    return Engine(subject, name_of(dtype), key, section.get("dtype"), why, prefix)
 
 
 def _reference(

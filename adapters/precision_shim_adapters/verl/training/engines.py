@@ -5,7 +5,7 @@ Only FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,7 +27,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from .fsdp import find_unscaled, fp16_keys, make
+from .fsdp import find_unscaled, fp16_keys, make, read_key
 
 _IMPL = "verl.workers.engine"
 VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
@@ -117,8 +117,9 @@ def scale(engine: Any, because: str) -> None:
 
 def tell_unscaled(config: Any, computes: torch.dtype | None) -> None:
     """Warn if a trained model's parameters or reductions are in float16, and its layers are not."""
-    for message in () if config.forward_only else find_unscaled(config, config.strategy, computes):
-        warn(message)
+    told = "" if config.forward_only else find_unscaled(config, config.strategy, computes)
+    if told:
+        warn(told)
 
 
 TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
@@ -175,6 +176,26 @@ REFUSED = {
 def refusal(engine: str) -> str:
     """Why an engine of the installed verl cannot train in float16; empty if it can."""
     return "" if all(map(is_there, SINCE[engine])) else REFUSED.get(engine, "")
+
+
+FLAGGED = {"veomni": VEOMNI, "torchtitan": TITAN}
+"""Maps a strategy to its engine, which computes in float16 or bfloat16, as ``dtype`` says."""
+
+
+def of_flag(strategy: str, config: Any) -> tuple[torch.dtype, str]:
+    """The dtype in which an engine of ``FLAGGED`` computes, and why it is not the float16 asked."""
+    if not is_fp16(read_key(config, "dtype")):
+        return torch.bfloat16, ""
+    why = refusal(FLAGGED[strategy])
+    return (torch.bfloat16 if why else torch.float16), why
+
+
+def turbo_plan(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of an FSDP engine's config from which FSDP Turbo reads its dtypes."""
+    found: Any = config
+    for name in ("turbo_config", "distributed", "fsdp_plan"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 @seam(

@@ -18,13 +18,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.errors import DtypeError
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 from precision_shim.precision.scaler_record import ScalerSettings
 
 from ... import torch_fp16
 from ...torch_fp16 import FEATURE
-from ...torch_fp16.names import own_dtype
+from ...torch_fp16.names import own_dtype, unscaled
 
 SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
 ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
@@ -150,7 +150,8 @@ def _scale(owner: Any, config: Any, where: str) -> None:
     elif computed(config) is torch.float16:
         make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
         _tell_autocast(where, "verl 0.8 and later compute in float16")
-    for message in find_unscaled(config, read_key(config, "strategy") or "fsdp", computed(config)):
+    strategy = read_key(config, "strategy") or "fsdp"
+    if message := find_unscaled(config, strategy, computed(config)):
         warn(message)
 
 
@@ -385,19 +386,14 @@ def _place_of(name: str, sets: str, strategy: str) -> str:
     return f"mixed_precision.{near[0]}" if near and strategy in ("fsdp", "fsdp2") else ""
 
 
-def find_unscaled(config: Any, strategy: str, computes: torch.dtype | None) -> Iterator[str]:
-    """Yield a warning about float16 in parameters or reductions if the loss is not scaled."""
+def find_unscaled(config: Any, strategy: str, computes: torch.dtype | None) -> str:
+    """Return a warning about float16 in parameters or reductions if the loss is not scaled."""
     asked = [
         one.key.partition(".")[2]
         for one in written(config, strategy)
         if one.dtype == "fp16" and one.sets in ("params", REDUCES) and not one.needs
     ]
-    if asked and computes is not None and computes is not torch.float16:
-        yield (
-            f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: the layers "
-            f"compute in {name_of(computes)}, and the loss is not scaled. Set "
-            f"{COMPUTE_KEYS[strategy]}=fp16 to train in float16."
-        )
+    return unscaled(versioned("verl"), asked, computes, COMPUTE_KEYS.get(strategy, "dtype"))
 
 
 def read_key(config: Any, key: str, default: Any = None) -> Any:

@@ -284,8 +284,8 @@ def _sharded(
         name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
         module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."
         if section.strategy in fsdp.COMPUTE_KEYS:
-            notes += fsdp.find_unscaled(engine, section.strategy, read.compute)
-        notes += [read.note] if read.note else []
+            notes.append(fsdp.find_unscaled(engine, section.strategy, read.compute))
+        notes.append(read.note)
     if scaled and read.stored is torch.float16:
         sections.check_moments(section, name)
     keys = {size: f"{section.engine_key}.{key}" for size, key in read.sizes.items()}
@@ -320,7 +320,7 @@ def _sharded(
             for one in (*written, *sections.overridden(section))
         ),
         illegal=illegal,
-        notes=tuple(notes),
+        notes=tuple(filter(None, notes)),
     )
 
 

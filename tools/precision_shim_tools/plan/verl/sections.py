@@ -28,7 +28,6 @@ from ..values import not_built, number_of, section_of
 
 _MODULES = ("engine", "optimizer", "actor", "critic")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
-_TURBOS = ("distributed", "fsdp_plan")
 _AUTOMODEL = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
 _OWN_SECTION = ("megatron", "veomni", "torchtitan")
 
@@ -166,7 +165,7 @@ def read_sharded(section: Section) -> Sharded:
                 f"{versioned('verl')}, {key}.{degree}={engine[degree]}: planned are data, tensor "
                 f"and context parallelism of its {strategy} engine. Set {key}.{degree}=1."
             )
-    if strategy in ("veomni", "torchtitan"):
+    if strategy in engines.FLAGGED:
         return _of_flag(engine, key, strategy)
     if strategy == "automodel":
         stored, compute, reduce = (
@@ -181,13 +180,10 @@ def read_sharded(section: Section) -> Sharded:
     stored = fsdp.model_dtype({"forward_only": not section.trains, **engine}, key)
     sizes = {"shards": "fsdp_size", "context": "ulysses_sequence_parallel_size"}
     if strategy == "fsdp_turbo":
-        turbo: Any = engine.get("turbo_config")
-        for name in _TURBOS:
-            turbo = turbo.get(name) if isinstance(turbo, Mapping) else None
-        asked = turbo if isinstance(turbo, Mapping) else {}
+        asked = engines.turbo_plan(engine)
         dtype = parse_dtype(str(asked.get("param_dtype")))
         if dtype is None:
-            place = f"{key}.turbo_config.{'.'.join(_TURBOS)}.param_dtype"
+            place = f"{key}.{fsdp.COMPUTE_KEYS[strategy]}"
             raise PlanError(
                 f"{versioned('verl')}: {place}={asked.get('param_dtype')!r} is no dtype, and FSDP "
                 f"Turbo's default is not known here. Set {place}."
@@ -205,13 +201,9 @@ def read_sharded(section: Section) -> Sharded:
 
 def _of_flag(engine: Mapping[str, Any], key: str, strategy: str) -> Sharded:
     """Read an engine whose ``dtype`` is float16 or not: VeOmni or torchtitan."""
-    low, note = torch.bfloat16, ""
-    name = engines.VEOMNI if strategy == "veomni" else engines.TITAN
-    if engines.is_fp16(engine.get("dtype")):
-        why = engines.refusal(name)
-        low = torch.bfloat16 if why else torch.float16
-        note = f"dtype=float16 is not what it trains in, but bfloat16: {why}" if why else ""
-    group, stored = engines.GROUPS[name], torch.float32
+    low, why = engines.of_flag(strategy, engine)
+    note = f"dtype=float16 is not what it trains in, but bfloat16: {why}" if why else ""
+    group, stored = engines.GROUPS[engines.FLAGGED[strategy]], torch.float32
     if strategy == "torchtitan":
         sizes = {"shards": "data_parallel_shard_size"}
         sizes.update(tensor="tensor_parallel_size", context="context_parallel_size")
