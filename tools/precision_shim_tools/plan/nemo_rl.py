@@ -26,6 +26,7 @@ from precision_shim_adapters.megatron.policy.legality import GATHER
 from precision_shim_adapters.nemo_rl import rollout
 from precision_shim_adapters.nemo_rl.training import dtensor, megatron
 from precision_shim_adapters.nemo_rl.training.dtensor import DTYPES, FRAMEWORK
+from precision_shim_adapters.nemo_rl.training.unread import unread
 from precision_shim_adapters.nemo_rl.training.workers import POLICIES, SETUP
 
 from .command import Job
@@ -67,7 +68,10 @@ def plan_job(job: Job) -> Request:
         section = _of(config, key)
         if not section.get("model_name"):
             notes += not_built(key, f"{key}.model_name is not set", dtensor.written(section, key))
-    models = read_models(_models(job, config, world), problems)
+    rest = {key: config[key] for key in config if key not in (*_ROLES, "teachers")}
+    for keys, value in unread(rest, anywhere=True):
+        notes.append(f"{'.'.join(keys)}={value}: NeMo-RL reads no key of this name")
+    models = read_models(job, _models(job, config, world), problems)
     return Request(
         FRAMEWORK,
         version_of(FRAMEWORK, ("nemo_rl",)),
@@ -247,9 +251,9 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
         yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 
 
-def _refuse_adapters(section: Mapping[str, Any], key: str) -> None:
+def _refuse_adapters(job: Job, section: Mapping[str, Any], key: str) -> None:
     if _of(section, key).get("enabled"):
-        raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
+        job.refusals.append(no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false"))
 
 
 def _on_megatron(
@@ -257,7 +261,7 @@ def _on_megatron(
 ) -> Plannable:
     where = f"{key}.megatron_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(cfg, f"{where}.peft")
+    _refuse_adapters(job, cfg, f"{where}.peft")
     trains = not subject.startswith("teacher")
     ddp = f"{where}.distributed_data_parallel_config"
     buckets = _of(cfg, ddp)
@@ -295,7 +299,7 @@ def _on_dtensor(
 ) -> Plannable:
     where = f"{key}.dtensor_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(cfg, f"{where}.lora_cfg")
+    _refuse_adapters(job, cfg, f"{where}.lora_cfg")
     trains = not subject.startswith("teacher")
     precision = name_of(DTYPES[section["precision"]])
     scaled: tuple[Decided, ...] = ()
@@ -321,7 +325,7 @@ def _on_dtensor(
         "replicas": f"{where}.dp_replicate_size",
     }
     sizes: dict[str, Any] = {size: number_of(cfg, at, _where()) for size, at in keys.items()}
-    keys.update(world=_WORLD, optimizer=f"{key}.optimizer.name")
+    keys.update(world=_WORLD, optimizer=f"{key}.optimizer.name", options=f"{key}.optimizer.kwargs")
     keys["dtype"] = f"{key}.hf_config_overrides.dtype=float32"
     return ShardedModel(
         subject,
