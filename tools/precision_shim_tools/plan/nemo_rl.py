@@ -246,7 +246,8 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
         wrong = [needed]
     values = f"bf16={'bf16' in written}, fp16={'fp16' in written}".lower()
     fault = f"{_where()}: {values} beside {key}.precision={precision}"
-    remedy = "Write true for the flag of the precision, and false for the others."
+    pairs = " and ".join(f"{place}.{one}={one == needed}" for one in _FLAGS.values())
+    remedy = f"Write {pairs.lower()}."
     for flag in wrong:
         yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 

@@ -19,7 +19,7 @@ _READS = re.compile(r"""(\w+)["'\])]*(?:\s*(?:\[|\.(?:get|pop|setdefault)\()\s*[
 """Matches the text before a key where it is read, such as ``config["megatron_cfg"]["``."""
 _PASSED = re.compile(r"""(?:\*\*|\.update\()[\w.]*?(\w+)((?:\[["']\w+["']\])*)""")
 """Matches a section that is passed on whole, such as ``**config["megatron_cfg"]["optimizer"]``."""
-_BEFORE = 80
+_BEFORE = 200
 """Number of characters before a key in which its section is named."""
 
 
