@@ -181,7 +181,7 @@ CASES = (
                 "--use-precision-aware-optimizer": "",
                 "--optimizer-cpu-offload": "",
             },
-            ("flags.exp_avg_dtype=torch.bfloat16", "Write optimizer_cpu_offload=False"),
+            ("flags.exp_avg_dtype=torch.bfloat16", "Write flags.optimizer_cpu_offload=False"),
         )
         for name in ("slime", "miles")
     ),

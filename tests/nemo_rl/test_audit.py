@@ -70,7 +70,7 @@ def test_bf16_weights_without_masters(worker, shim) -> None:
 def test_a_dtype_that_nothing_reads(worker, shim, model) -> None:
     shim(features=["audit"])
     own = policy_config(model, "bfloat16", "v2")["dtensor_cfg"]
-    low = {**own, "mixed_precision": {"param_dtype": "float16"}}
+    low = {**own, "mixed_precision": {"param_dtype": "float16"}, "fsdp_output_dtype": "float32"}
     told = r"dtensor_cfg\.mixed_precision\.param_dtype=float16 has no effect: nothing reads"
     with pytest.warns(PrecisionShimWarning, match=told), worker("v2", "bfloat16", dtensor_cfg=low):
         (audit,) = precision_shim.status().audit

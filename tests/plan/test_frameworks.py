@@ -701,17 +701,104 @@ def test_precision_keys_that_nemo_rl_accepts_and_does_not_read(
         "policy.dtype": "policy.precision=float16",
         "policy.dtensor_cfg.precision": "policy.precision=float16",
         f"{rollout}.dtype": f"{rollout}.precision=float16",
-        f"{states}.exp_avg_dtype": "policy.megatron_cfg.enabled=true",
+        f"{states}.exp_avg_dtype": "",
+        "policy.megatron_cfg.exp_avg_dtype": "",
+        "policy.optimizer.exp_avg_dtype": "",
+        "policy.dtensor_cfg.fsdp_output_dtype": "",
+        "policy.generation.dtype": "",
     }
     read = (f"++{rollout}.precision=bfloat16", f"++{rollout}.kv_cache_dtype=fp8")
     read += ("++policy.generation.backend=vllm", f"++{states}.params_dtype=float32")
+    read += ("++policy.megatron_cfg.moe_router_dtype=fp32",)
     words = [f"++{key}=float16" for key in remedies]
+    others = ["policy.megatron_cfg.first_last_layers_bf16", "policy.dtensor_cfg.fsdp_param_dtype"]
+    others += ["policy.megatron_cfg.te_precision_config_file", "policy.optimizer.kwargs.half_dtype"]
+    remedies |= dict.fromkeys(others, "")
+    words += [f"++{key}=true" for key in others]
     code, plan = planned("--parameters", "1B", "--", *DTENSOR, *read, *words)
     told = {one["key"]: one["remedy"] for one in plan["problems"]}
-    assert (code, told) == (
-        1,
-        {key: f"Write {needs}, or leave {key} out." for key, needs in remedies.items()},
+    leave = {key: f"eave {key} out." for key in remedies}
+    expected = {
+        key: f"Write {needs}, or l{leave[key]}" if needs else f"L{leave[key]}"
+        for key, needs in remedies.items()
+    }
+    assert (code, told) == (1, expected)
+
+
+@needs("nemo_rl")
+def test_an_unread_key_that_says_what_is_in_force_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.chdir(model)
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    keys = ["policy.dtensor_cfg.fsdp_output_dtype", "policy.optimizer.exp_avg_dtype"]
+    words = [f"{key}=float32" for key in keys]
+    line = ("--parameters", "1B", "--", *DTENSOR, "++grpo.advantage_dtype=bf16")
+    code, plan = planned(*line, *(f"++{word}" for word in words))
+    told = [f"{word}: nothing reads this key; fp32 is in force without it" for word in words]
+    assert (code, sorted(plan["models"][0]["notes"][-2:])) == (0, sorted(told))
+    assert "grpo.advantage_dtype=bf16: NeMo-RL reads no key of this name" in plan["notes"]
+
+
+LORAS = [
+    pytest.param(
+        GRPO, "actor_rollout_ref.model.lora_rank", f"++{MIXED}.parm_dtype", marks=needs("verl")
+    ),
+    pytest.param(
+        (*SKYRL, "trainer.strategy=fsdp2"),
+        "trainer.policy.model.lora.rank",
+        "trainer.policy.fsdp_config.mixed_precision.buffer_dtype",
+        marks=needs("skyrl"),
+    ),
+    pytest.param(
+        DTENSOR,
+        "++policy.dtensor_cfg.lora_cfg.enabled",
+        "++policy.precison",
+        marks=needs("nemo_rl"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "lora", "wrong"), LORAS, ids=lambda one: "")
+def test_a_job_that_cannot_be_planned_is_checked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], lora: str, wrong: str
+) -> None:
+    monkeypatch.chdir(model)
+    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
+    words = (f"{lora}={'true' if lora.endswith('enabled') else 8}", f"{wrong}=fp16")
+    code, _, told = command("plan", "--model", model / "nowhere", "--", *line, *words)
+    assert code == 2
+    for text in (
+        f"{lora.lstrip('+')}=",
+        "LoRA adapters",
+        "nowhere",
+        f"{wrong.lstrip('+')}=fp16 has",
+    ):
+        assert text in told
+
+
+@needs("verl")
+def test_a_precision_at_a_key_that_verl_lacks_is_told() -> None:
+    keys = ("exp_avg_dtype", "trainer.precision", "data.dtype", "actor_rollout_ref.param_dtype")
+    known = (
+        "++actor_rollout_ref.rollout.dtype=bfloat16",
+        f"++{ACTOR}.fsdp_config.model_dtype=fp32",
     )
+    _, plan = planned("--parameters", "1B", "--", *GRPO, *(f"+{key}=bf16" for key in keys), *known)
+    told = [
+        one.partition(":")[0] for one in plan["notes"] if "verl's config has no such key" in one
+    ]
+    assert told == [f"{key}=bf16" for key in keys]
+
+
+@needs("skyrl")
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_fp16_by_the_flag_that_skyrl_lacks(strategy: str) -> None:
+    line = (*SKYRL, f"trainer.strategy={strategy}")
+    said = " ".join(refused("--", *line, "trainer.fp16=true").split())
+    written = said.partition("Did you mean ")[2].partition("?")[0].split(" and ")
+    code, plan = planned("--parameters", "1M", "--", *line, *written)
+    assert (code, plan["models"][0]["computes"]) == (0, "fp16")
 
 
 @needs("skyrl")

@@ -86,6 +86,11 @@ def draw(keys: Sequence[Key], seed: int, count: int) -> list[Drawn]:
     return found
 
 
+def singles(keys: Sequence[Key]) -> list[Drawn]:
+    """Some configs with one key, so that no problem hides another."""
+    return [one for one in draw(keys, 3, 30) if len(one.written) == 1]
+
+
 def misspelt(name: str, chance: random.Random) -> str:
     """The key with one letter of its last word dropped, doubled or swapped."""
     path, dot, word = name.rpartition(".")

@@ -17,7 +17,8 @@ from precision_shim_adapters.skyrl.training import megatron
 
 from ..every_framework.newest import on_the_newest
 from ..plan import verdicts
-from ..plan.verdicts import Drawn, Key, Verdict, agree, by_worker, draw, of_audit, of_plan
+from ..plan.remedies import hold as hold_remedies
+from ..plan.verdicts import Drawn, Key, Verdict, agree, by_worker, draw, of_audit, of_plan, singles
 from .support import build, fsdp_worker, scaler_of
 
 pytestmark = [on_the_newest("skyrl"), pytest.mark.slow]
@@ -53,10 +54,20 @@ def words_of(drawn: Drawn) -> list[str]:
     return [f"{key}={value}" for key, value in drawn.written.items()]
 
 
-def plan_of(strategy: str, *options: str) -> Callable[[Drawn], Verdict]:
+def line(strategy: str, drawn: Drawn) -> list[str]:
     entry = ("python3", "-m", "skyrl.train.entrypoints.main_base", f"trainer.strategy={strategy}")
     gpus = ("trainer.placement.policy_num_gpus_per_node=1", "trainer.algorithm.use_kl_loss=false")
-    return lambda one: of_plan([*entry, *gpus, *words_of(one)], one, *options)
+    return [*entry, *gpus, *words_of(drawn)]
+
+
+def plan_of(strategy: str, *options: str) -> Callable[[Drawn], Verdict]:
+    return lambda one: of_plan(line(strategy, one), one, *options)
+
+
+@pytest.mark.parametrize(("strategy", "keys"), [("fsdp2", FSDP), ("megatron", MEGATRON)])
+def test_each_remedy(strategy: str, keys: Sequence[Key]) -> None:
+    drawn = [Drawn({"trainer.fp16": "true"}), *singles(keys)]
+    hold_remedies(drawn, lambda one: line(strategy, one), "--transformer-engine", "2.14")
 
 
 def on_fsdp(drawn: Drawn, checkpoint: Path) -> Verdict:

@@ -11,6 +11,7 @@ import pytest
 import precision_shim
 from precision_shim.precision.dtypes import name_of
 
+from ..plan.remedies import hold as hold_remedies
 from ..plan.verdicts import Drawn, Key, Verdict, agree, draw, of_audit, of_plan
 
 pytestmark = pytest.mark.slow
@@ -67,6 +68,17 @@ def on_fsdp(drawn: Drawn) -> Verdict:
 def _computes(model: object) -> object:
     policy = model._get_fsdp_state()._mp_policy  # type: ignore[attr-defined]
     return policy.param_dtype or next(model.parameters()).dtype  # type: ignore[attr-defined]
+
+
+def test_each_remedy(torchtitan: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_tiny_job.py").write_text(MODULE.format(folder=str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("torchrun", "--nproc-per-node=1", "-m", "torchtitan.train")
+    drawn = [
+        Drawn({"training.dtype": "float16"}),
+        Drawn({"training.mixed_precision_param": "fp32"}),
+    ]
+    hold_remedies(drawn, lambda one: [*words, *arguments(one)])
 
 
 def test_on_fsdp(torchtitan: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,34 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def in_full(line: tuple[str, ...], folder: Path) -> list[str]:
     return [*(word.replace("{here}", str(folder)) for word in line), *COMMON]
+
+
+def test_a_main_function_that_the_script_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra looks beside the file with the decorator, and neither beside the script nor here."""
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "mine"
+    for place, nodes in ((tmp_path, 2), (package, 3)):
+        (place / "conf").mkdir(parents=True)
+        (place / "conf" / "__init__.py").touch()
+        (place / "conf" / "job.yaml").write_text(f"trainer: {{nnodes: {nodes}}}")
+    (package / "__init__.py").touch()
+    (package / "main.py").write_text(
+        "import hydra\n@hydra.main(config_path='none', config_name='job', version_base=None)\n"
+        "def main(config):\n    print(config.trainer.nnodes)\n"
+    )
+    (tmp_path / "verl_job.py").write_text("from mine.main import main\nmain()\n")
+    words = ("verl_job.py", "--config-path=conf")
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    job = read_launch_line(
+        ["python", *words], registry.entries().values(), resolve(environ={}), Options()
+    )
+    assert int(done.stdout) == compose(job)["trainer"]["nnodes"] == 3
+    for option, told in (("--config-path=none", "relative to mine/main.py"), ("-cd=none", "Start")):
+        job = replace(job, arguments=("--config-path=conf", option))
+        with pytest.raises(PlanError, match=told):
+            compose(job)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 
 from ..every_framework.newest import on_the_newest
 from ..plan import verdicts
-from ..plan.verdicts import Drawn, Key, Verdict, agree, by_worker, draw, hold, of_plan
+from ..plan.remedies import hold as hold_remedies
+from ..plan.verdicts import Drawn, Key, Verdict, agree, by_worker, draw, hold, of_plan, singles
 from ..processes.rank_server import Ranks
 from .support import CPU_FIELDS
 from .verdict_lines import ACTOR, FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
@@ -56,6 +57,18 @@ def test_on_megatron(fused_adam: str, checkpoint: Path) -> None:
     drawn += drawn_of(MEGATRON, 1, 4, 5, 8, 9, 13, 14, 17, 19, 21, 23, 25, 27, 28, 29, 32, 34)
     plan = plan_of(*ON_MEGATRON, version=fused_adam)
     agree(drawn, plan, lambda one: on_megatron(one, checkpoint))
+
+
+def test_each_remedy() -> None:
+    offloaded = {f"{_STATES}.optimizer_cpu_offload": "true", **_AWARE}
+    moments = [f"{ACTOR}.optim.exp_avg_dtype", f"{_STATES}.exp_avg_dtype"]
+    drawn = [Drawn({key: "bf16", **offloaded}) for key in moments]
+    aware = {f"{ACTOR}.optim.use_precision_aware_optimizer": "true"}
+    drawn += [Drawn({moments[0]: "bf16", **offloaded, **aware}), *singles(MEGATRON)]
+    version = ("--transformer-engine", "2.14")
+    hold_remedies(drawn, lambda one: line(one, *ON_MEGATRON), *version)
+    sharded = [Drawn({moments[1]: "bf16"}), *singles(FSDP)]
+    hold_remedies(sharded, lambda one: line(one, *ON_FSDP))
 
 
 _STATES = f"{ACTOR}.optim.override_optimizer_config"

@@ -6,8 +6,11 @@ worker's check, say what is in force; ``without_effect`` compares the two.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .dtypes import any_dtype, name_of
 
@@ -38,6 +41,8 @@ class Written:
             nothing reads the key.
         needs: what to write so that the dtype takes effect; empty if nothing does it.
         means: the dtype's name, if ``value`` is a flag.
+        read: whether the framework reads the key; if not, ``sets`` is what the key seems to mean.
+        fixed: name of the dtype that is in force in any case, if the key seems to mean that dtype.
     """
 
     key: str
@@ -45,6 +50,8 @@ class Written:
     sets: str = ""
     needs: str = ""
     means: str = ""
+    read: bool = True
+    fixed: str = ""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}"
@@ -54,6 +61,31 @@ class Written:
         """Canonical name of the dtype; empty if the value names none."""
         known = any_dtype(self.means or str(self.value))
         return name_of(known) if known is not None else ""
+
+    def in_force(self, held: Mapping[str, Collection[str]]) -> list[str]:
+        """Names of the dtypes in force for what the key sets; ``held``: see ``without_effect``."""
+        found = (self.fixed,) if self.fixed else held.get(self.sets, ())
+        return ["fp32" if name == "int16" else name for name in found]
+
+
+_PRECISION = re.compile(r"dtype|precision|quant|(?<![a-z])(?:bf|fp|float)\d")
+
+
+def values_of(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a config, with those of its sections, and the key's value."""
+    if dataclasses.is_dataclass(config):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for name, value in config.items() if isinstance(config, Mapping) else ():
+        yield f"{place}{name}", value
+        yield from values_of(value, f"{place}{name}.")
+
+
+def names_precision(key: str, value: object) -> bool:
+    """Whether a key seems to set a precision, by its name or by a dtype's name as its value."""
+    if not value or isinstance(value, Mapping):
+        return False
+    named = isinstance(value, str) and not value.isdigit() and any_dtype(value) is not None
+    return named or _PRECISION.search(key) is not None
 
 
 @dataclass(frozen=True)
@@ -77,15 +109,16 @@ def without_effect(
     # A key for the parameters may be meant for those beneath LoRA adapters.
     held = {**held, "params": (*held.get("params", ()), *held.get("frozen", ()))}
     for one in written:
-        found = ["fp32" if name == "int16" else name for name in held.get(one.sets, ())]
-        if one.sets and (not one.dtype or not found or one.dtype in found):
+        found = one.in_force(held)
+        unknown = one.sets and (not found or (one.read and not one.dtype))
+        if unknown or one.dtype in found:
             continue
         found_names = "+".join(dict.fromkeys(found))
         message = _FOUND.get(one.sets, f"{one.sets} is {{}}").format(found_names)
-        if not one.sets:
+        if not (one.sets and one.read):
             message = "nothing reads this key"
         winners = [other for other in written if other.sets == one.sets and other.dtype in found]
-        if one.sets and winners:
+        if one.sets and one.read and winners:
             message += f", as {' and '.join(map(str, winners))} says"
             remedy = f"Leave {one.key} or {' or '.join(other.key for other in winners)} out."
         else:

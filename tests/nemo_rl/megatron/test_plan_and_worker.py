@@ -20,7 +20,8 @@ from precision_shim_tools.plan.nemo_rl import load
 
 from ...every_framework.newest import on_the_newest
 from ...plan import verdicts
-from ...plan.verdicts import Drawn, Key, Verdict, agree, draw, of_audit, of_plan
+from ...plan.remedies import hold as hold_remedies
+from ...plan.verdicts import Drawn, Key, Verdict, agree, draw, of_audit, of_plan, singles
 from ..cpu import nemo_rl_on_cpu
 from ..support import actor_class, make_worker, scaler_of
 from ..support import policy_config as dtensor_config
@@ -116,6 +117,20 @@ def test_on_dtensor(model: Path, tmp_path: Path) -> None:
 
 def test_on_megatron(cpu: None, fused_adam: str, model: Path, tmp_path: Path) -> None:
     hold_on_megatron(draw(MEGATRON, 2, 20), fused_adam, model, tmp_path, named=NAMED)
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_each_remedy(model: Path, tmp_path: Path, backend: str) -> None:
+    on_dtensor = backend == "dtensor"
+    section = (
+        dtensor_config(model, "bfloat16", "v2") if on_dtensor else support.policy_config(model)
+    )
+    keys = [f"{_OPTIMIZER}.exp_avg_dtype", "policy.optimizer.kwargs.exp_avg_dtype", "policy.dtype"]
+    keys += ["policy.dtensor_cfg.fsdp_param_dtype", "policy.megatron_cfg.exp_avg_dtype"]
+    drawn = [Drawn({key: "float16"}) for key in keys]
+    drawn += singles(DTENSOR if on_dtensor else MEGATRON)
+    file = written(section, tmp_path)
+    hold_remedies(drawn, lambda one: words_of(one, file), "--transformer-engine", "2.14")
 
 
 def hold_on_megatron(

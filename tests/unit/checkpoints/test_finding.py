@@ -61,7 +61,7 @@ def test_what_to_give_instead_of_nothing(tmp_path: Path, capsys: Any) -> None:
         assert "Give the directory of a run, of a step" in one_sentence(capsys)
     distributed(tmp_path / "saved")
     assert run(tmp_path / "saved" / ".metadata") == 2
-    assert "Give the directory" in one_sentence(capsys)
+    assert ".metadata: this is a file. Give the directory" in one_sentence(capsys)
 
 
 def test_a_directory_that_cannot_be_read(
@@ -97,6 +97,8 @@ def test_a_path_that_is_empty() -> None:
         ("precision=fp61", "precision='fp61' is not a dtype name"),
         ("exp_avg_dtyp=bf16", "did you mean exp_avg_dtype?"),
         ("precison=fp16", "did you mean precision?"),
+        ("mixed_precision.param_dtype=fp16", "did you mean precision?"),
+        ("override_optimizer_config.exp_avg_dtyp=bf16", "did you mean exp_avg_dtype?"),
         ("use_legacy_worker_impl=no", "allowed: auto, enable, disable"),
     ],
 )

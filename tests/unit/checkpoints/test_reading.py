@@ -458,7 +458,7 @@ def test_nothing_there(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("no checkpoint")
     assert run(file) == 2
-    assert "no such directory" in one_sentence(capsys)
+    assert "this is a file" in one_sentence(capsys)
     assert run(tmp_path, "--json") == 2
     assert json.loads(capsys.readouterr().out)["ok"] is False
 

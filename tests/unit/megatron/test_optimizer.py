@@ -249,7 +249,7 @@ def test_moments_that_an_offloaded_optimizer_ignores_are_told():
         held = {"exp_avg": ["fp32"], "grad_buckets": ["bf16"]}
         (fault,) = without_effect(written, held)
         assert str(fault.written) == f"optim.exp_avg_dtype={spelled}"
-        assert fault.remedy.startswith("Write optimizer_cpu_offload=False, or leave")
+        assert fault.remedy.startswith("Write optim.optimizer_cpu_offload=False, or leave")
 
 
 @pytest.mark.parametrize("spelled", [FP32, "fp32", "torch.float32"])

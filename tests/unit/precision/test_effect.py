@@ -20,6 +20,8 @@ LOW = Written("exp_avg_dtype", "bf16", "exp_avg", "aware=true")
         Written("exp_avg_sq_dtype", "bf16", "exp_avg_sq"),  # no such tensors, or unknown ones
         Written("dtype", "auto", COMPUTES),
         Written("dtype", None, COMPUTES),
+        Written("fsdp_output_dtype", "float32", read=False, fixed="fp32"),
+        Written("precison", "bfloat16", COMPUTES, read=False),
     ],
     ids=str,
 )
@@ -50,6 +52,16 @@ def test_a_key_that_is_in_force_or_cannot_be_judged(one: Written) -> None:
             [Written("parm_dtype", "fp16")],
             "parm_dtype=fp16 has no effect: nothing reads this key",
             "Leave parm_dtype out.",
+        ),
+        (
+            [Written("precison", "fp16", COMPUTES, read=False), Written("dtype", "bf16", COMPUTES)],
+            "precison=fp16 has no effect: nothing reads this key",
+            "Leave precison out.",
+        ),
+        (
+            [Written("fsdp_output_dtype", "param", read=False, fixed="fp32")],
+            "fsdp_output_dtype=param has no effect: nothing reads this key",
+            "Leave fsdp_output_dtype out.",
         ),
     ],
 )

@@ -34,7 +34,8 @@ def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
         CheckpointUnreadableError: it is missing or incomplete; the message has a remedy.
     """
     if not path.is_dir():
-        raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
+        what = "this is a file" if path.is_file() else "there is no such directory"
+        raise CheckpointUnreadableError(f"{path}: {what}. {_GIVE}")
     with reading(path):
         top = _last_step(path) or path
         found = _units_in(top, _DEPTH, set())

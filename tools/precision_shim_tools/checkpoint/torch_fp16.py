@@ -9,15 +9,23 @@ import torch
 
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.scaler_record import choose_values
+from precision_shim.process.registry import checkpoints
 from precision_shim_adapters.torch_fp16.settings import FEATURE, settings_for
 
 from .layout import FLOATS, CheckpointPart, Outcome, halves
 from .prediction import Here
 from .tensors import Tensor
 
+_READ = ("params_dtype", "precision")
+"""The fields for ``--config`` of a job without a Megatron config."""
+
 
 def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str) -> Outcome:
     """Predict how a job would resume a checkpoint; ``group`` has the seams that load the scaler."""
+    unread = {*(here.config or {})} - {*_READ, *checkpoints()[framework].fields}
+    if unread:
+        why = f"a job on FSDP or DTensor does not read {', '.join(sorted(unread))}"
+        return Outcome("not known", f"{why}; --config takes {' and '.join(_READ)} for it")
     half = halves(part)
     if half is not None:
         return half

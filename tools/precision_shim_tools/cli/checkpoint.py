@@ -30,6 +30,8 @@ _MORE = (
 
 _PRECISION = "precision"
 """The field for ``--config`` that gives the compute dtype of a job without a Megatron config."""
+_OTHERS = {"param_dtype": _PRECISION, "dtype": _PRECISION, "model_dtype": "params_dtype"}
+"""Maps the frameworks' own names of keys, without their sections, to fields for ``--config``."""
 
 
 def register(commands: Commands) -> None:
@@ -136,7 +138,8 @@ def _check_name(text: str, name: str, frameworks: Iterable[str]) -> None:
     for config in configs:  # look() finds no function of a backend that is not installed
         known += look(config.place).parameters or config.fields
     if name not in known:
-        near = meant(name, known)
+        last = name.rpartition(".")[2]
+        near = meant(_OTHERS.get(last, last), known)
         raise SettingsError(
             f"--config {text!r}: {' and '.join(config.name for config in configs)} has no field "
             f"{name!r} here{'; ' if near else '.'}{near} Allowed: its fields, and "

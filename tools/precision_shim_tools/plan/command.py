@@ -52,6 +52,7 @@ class Job:
         settings: the shim's settings.
         off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
         unset: whether ``PRECISION_SHIM`` is unset, so that only ``install()`` switches the shim on.
+        refusals: why the job cannot be planned; the rest of it is checked in spite of them.
     """
 
     framework: str
@@ -64,21 +65,23 @@ class Job:
     options: Options = field(default_factory=Options)
     off: str = ""
     unset: bool = False
+    refusals: list[PlanError] = field(default_factory=list)
 
     def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
-        """Return the names and shapes of a model of the job.
+        """Return the names and shapes of a model of the job; without a model, one of any size.
 
         Args:
             name: a directory, or the name of a Hugging Face hub model that is in the local cache.
             overrides: values that override the model's config.
-
-        Raises:
-            PlanError: the model is not on this machine, or cannot be read.
         """
         if self.options.parameters:
             return shapes.of_size(self.options.parameters)
         directory = Path(self.options.model) if self.options.model else directory_of(name)
-        return shapes.read_model(directory, overrides)
+        try:
+            return shapes.read_model(directory, overrides)
+        except PlanError as error:
+            self.refusals.append(error)
+            return shapes.of_size("1M")
 
     def in_force(self, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this job."""

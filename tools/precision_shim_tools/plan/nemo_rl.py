@@ -27,6 +27,7 @@ from precision_shim_adapters.megatron.policy.legality import GATHER
 from precision_shim_adapters.nemo_rl import rollout
 from precision_shim_adapters.nemo_rl.training import dtensor, megatron
 from precision_shim_adapters.nemo_rl.training.dtensor import DTYPES, FRAMEWORK
+from precision_shim_adapters.nemo_rl.training.unread import unread
 from precision_shim_adapters.nemo_rl.training.workers import POLICIES, SETUP
 
 from .command import Job
@@ -68,7 +69,10 @@ def plan_job(job: Job) -> Request:
         section = _of(config, key)
         if not section.get("model_name"):
             notes += not_built(key, f"{key}.model_name is not set", dtensor.written(section, key))
-    models = read_models(_models(job, config, world), problems)
+    rest = {key: config[key] for key in config if key not in (*_ROLES, "teachers")}
+    for keys, value in unread(rest, anywhere=True):
+        notes.append(f"{'.'.join(keys)}={value}: NeMo-RL reads no key of this name")
+    models = read_models(job, _models(job, config, world), problems)
     return Request(
         FRAMEWORK,
         version_of(FRAMEWORK, ("nemo_rl",)),
@@ -243,7 +247,8 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
         wrong = [needed]
     values = f"bf16={'bf16' in written}, fp16={'fp16' in written}".lower()
     fault = f"{_where()}: {values} beside {key}.precision={precision}"
-    remedy = "Write true for the flag of the precision, and false for the others."
+    pairs = " and ".join(f"{place}.{one}={one == needed}" for one in _FLAGS.values())
+    remedy = f"Write {pairs.lower()}."
     for flag in wrong:
         yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 
@@ -257,9 +262,9 @@ def _offloads_a_part(section: Mapping[str, Any], key: str, subject: str) -> Iter
         yield Problem("offload", subject, place, fault, f"Write 1.0, or {remedy}.")
 
 
-def _refuse_adapters(section: Mapping[str, Any], key: str) -> None:
+def _refuse_adapters(job: Job, section: Mapping[str, Any], key: str) -> None:
     if _of(section, key).get("enabled"):
-        raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
+        job.refusals.append(no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false"))
 
 
 def _on_megatron(
@@ -267,7 +272,7 @@ def _on_megatron(
 ) -> Plannable:
     where = f"{key}.megatron_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(cfg, f"{where}.peft")
+    _refuse_adapters(job, cfg, f"{where}.peft")
     trains = not subject.startswith("teacher")
     ddp = f"{where}.distributed_data_parallel_config"
     buckets = _of(cfg, ddp)
@@ -308,7 +313,7 @@ def _on_dtensor(
 ) -> Plannable:
     where = f"{key}.dtensor_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(cfg, f"{where}.lora_cfg")
+    _refuse_adapters(job, cfg, f"{where}.lora_cfg")
     trains = not subject.startswith("teacher")
     precision = name_of(DTYPES[section["precision"]])
     scaled: tuple[Decided, ...] = ()
@@ -334,7 +339,7 @@ def _on_dtensor(
         "replicas": f"{where}.dp_replicate_size",
     }
     sizes: dict[str, Any] = {size: number_of(cfg, at, _where()) for size, at in keys.items()}
-    keys.update(world=_WORLD, optimizer=f"{key}.optimizer.name")
+    keys.update(world=_WORLD, optimizer=f"{key}.optimizer.name", options=f"{key}.optimizer.kwargs")
     keys["dtype"] = f"{key}.hf_config_overrides.dtype=float32"
     return ShardedModel(
         subject,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from precision_shim.errors import DtypeError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.process import settings as _settings
 from precision_shim.reporting.problem import Problem
 
@@ -60,12 +60,12 @@ class Plannable(Protocol):
 
 
 def read_models(
-    readers: Iterable[tuple[str, Callable[[], Plannable]]], problems: list[Problem]
+    job: Job, readers: Iterable[tuple[str, Callable[[], Plannable]]], problems: list[Problem]
 ) -> tuple[Plannable, ...]:
     """Return the models of a job; a model with a dtype that a worker refuses adds a problem.
 
     ``readers`` has each model's name, and a function that reads the model's config, and raises the
-    worker's error.
+    worker's error. A model that cannot be planned is one of the job's ``refusals``.
     """
     models = []
     for subject, read in readers:
@@ -73,6 +73,8 @@ def read_models(
             models.append(read())
         except DtypeError as error:  # noqa: PERF203
             problems.append(Problem.of(error, subject, error.key))
+        except PlanError as error:
+            job.refusals.append(error)
     return tuple(models)
 
 
@@ -102,8 +104,13 @@ class Request:
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
 
 
-def _without_effect(plannable: Plannable, model: ModelPlan, where: str) -> Iterator[Problem]:
-    """Yield the dtypes that the user wrote and that the planned model does not have."""
+def _without_effect(
+    wrote: Sequence[Written], model: ModelPlan, where: str
+) -> tuple[list[Problem], list[str]]:
+    """Find the dtypes that the user wrote and that the planned model does not have.
+
+    A key that nothing reads, and that says what is in force, is a note.
+    """
     # It imports torch, and --help must not wait for that.
     from precision_shim.precision.effect import CODE, COMPUTES, REDUCES, without_effect
 
@@ -112,9 +119,12 @@ def _without_effect(plannable: Plannable, model: ModelPlan, where: str) -> Itera
         for name, component in part.components.items():
             held[name] = (*held.get(name, ()), *component.dtypes)
     held = {name: dtypes for name, dtypes in held.items() if any(dtypes)}
-    for fault in without_effect(plannable.wrote, held):
-        message = f"{where}: {fault.message}"
-        yield Problem(CODE, model.subject, fault.written.key, message, fault.remedy)
+    faults = without_effect(wrote, held)
+    unread = (one for one in wrote if not one.read and one.dtype in one.in_force(held))
+    return [
+        Problem(CODE, model.subject, one.written.key, f"{where}: {one.message}", one.remedy)
+        for one in faults
+    ], [f"{one}: nothing reads this key; {one.dtype} is in force without it" for one in unread]
 
 
 def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list[str]:
@@ -130,21 +140,33 @@ def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan
 
 
 def make(job: Job, request: Request, rules: Rules) -> JobPlan:
-    """Plan all models of a job."""
+    """Plan all models of a job.
+
+    Raises:
+        PlanError: the job cannot be planned; the message has the job's problems, too.
+    """
     problems = list(request.problems)
-    models = []
+    models: list[ModelPlan] = []
     for plannable in request.models:
-        model, faults = plannable.plan(job, rules)
+        try:
+            model, faults = plannable.plan(job, rules)
+        except PlanError as error:
+            job.refusals.append(error)
+            continue
         problems += faults
         if model is not None:
             models.append(model)
             where = f"{request.framework} {request.version or ''}".strip()
             if job.in_force("audit", ""):  # which says it in the worker
                 told = {fault.key for fault in faults}
-                idle = _without_effect(plannable, model, where)
+                idle, harmless = _without_effect(plannable.wrote, model, where)
                 problems += (one for one in idle if one.key not in told)
+                models[-1] = replace(model, notes=(*model.notes, *harmless))
     # The rollout's check and the model's reader refuse the same value of the same key.
     problems = list({(one.key, one.message): one for one in problems}.values())
+    if job.refusals:
+        illegal = [f"illegal, too: {one.key}: {one.message}. {one.remedy}" for one in problems]
+        raise PlanError("\n".join([*dict.fromkeys(map(str, job.refusals)), *illegal]))
     notes = [*request.notes, NOT_COUNTED]
     if len(models) == len(request.models) and not job.off:
         notes[-1:-1] = _settings_without_effect(job, request.rollout, models)

@@ -61,7 +61,7 @@ def plan_job(job: Job) -> Request:
         notes.append(f"not read, as SkyRL has no such keys: {', '.join(unread)} (of {job.target})")
     for role, because in _absent(trainer).items():
         notes += not_built(role, because, dtype_keys.not_read_by_megatron(trainer, role))
-    models = read_models(_models(job, trainer, world), problems)
+    models = read_models(job, _models(job, trainer, world), problems)
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
@@ -150,9 +150,12 @@ def _near(words: list[str]) -> str:
 
     defaults = SkyRLTrainConfig()
     known = list(_keys(defaults))
-    keys = [word.partition("=")[0] for word in words]
+    keys = dict(word.partition("=")[::2] for word in words)
+    strategy = keys.get("trainer.strategy", defaults.trainer.strategy)
     for key in (key for key in keys if not _has(defaults, key)):
         last = key.rpartition(".")[2]
+        if key == "trainer.fp16":  # the flag that would be beside trainer.bf16
+            return f"Did you mean {dtype_keys.in_fp16(strategy)}? "
         elsewhere = [one for one in known if one.rpartition(".")[2] == last]
         near = get_close_matches(key, elsewhere, 1, 0.7) or get_close_matches(key, known, 1, 0.9)
         if near:
@@ -209,7 +212,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
         rank = getattr(getattr(section.model, "lora", None), "rank", 0)
         if role != "ref" and rank:
             key = f"trainer.{role}.model.lora.rank"
-            raise no_adapters(f"{_where()}, {key}={rank}", f"{key}=0")
+            job.refusals.append(no_adapters(f"{_where()}, {key}={rank}", f"{key}=0"))
         path = section.model.path or trainer.policy.model.path
         model = job.model(path)
         shares = role == "policy" or trainer.placement.colocate_all

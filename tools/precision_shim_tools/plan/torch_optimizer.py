@@ -6,10 +6,13 @@ model's loss scaler.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from precision_shim.errors import PlanError
 from precision_shim.precision.effect import Written
@@ -56,7 +59,7 @@ class ShardedModel:
         offload: whether parameters, gradients and states are in the host's memory.
         value_head: whether the output layer is a value head with one output.
         keys: maps names of these attributes to config keys, for messages; ``dtype`` to the key with
-            the value fp32.
+            the value fp32; ``options`` only where the framework passes them to torch's optimizer.
         wrote: the dtypes that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
@@ -105,8 +108,6 @@ class ShardedModel:
                 f"{self.subject}: its layout cannot be computed: {fault}. "
                 "Write sizes that divide it."
             )
-        if self.illegal:
-            return None, list(self.illegal)
         (counted,) = layout.count(self.model, sizes, value_head=self.value_head)
         group, dtype, numel = self.group, self.dtype, (counted.dense, 0)
         moments = self.moments or dtype
@@ -133,7 +134,17 @@ class ShardedModel:
             self._warnings(),
             ends=self.ends,
         )
-        return planned, []
+        return planned, [*self.illegal, *self._not_taken()]
+
+    def _not_taken(self) -> Iterator[Problem]:
+        """Yield a problem for each option that the framework passes to torch, and torch refuses."""
+        name, place = self.optimizer.rpartition(".")[2], self.keys.get("options")
+        kind: Any = getattr(torch.optim, name, None) if place else None
+        for key in self.options if kind is not None else ():
+            if key not in inspect.signature(kind).parameters:
+                fault = f"torch's {name}, which gets it, has no such argument"
+                remedy = f"Leave {place}.{key} out."
+                yield Problem("key", self.subject, f"{place}.{key}", fault, remedy)
 
     def _warnings(self) -> tuple[str, ...]:
         if not (self.optimizer and self.lr) or self.dtype == "fp32":

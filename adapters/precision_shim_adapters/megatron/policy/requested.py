@@ -110,7 +110,7 @@ class RequestedConfig:
         ``bucket`` that of the bucket's dtype.
         """
         key = key or f"{self.where.rpartition(', ')[2]}.{{}}"
-        offload = f"{_OFFLOAD}=False" if self.asked.get(_OFFLOAD) else ""
+        offload = f"{key.format(_OFFLOAD)}=False" if self.asked.get(_OFFLOAD) else ""
         needs = {name: offload for name in SETS if name.startswith("exp_avg")}
         if self.bucket_in_fp32 is not None:
             needs["main_grads_dtype"] = f"{bucket}={not self.bucket_in_fp32}"

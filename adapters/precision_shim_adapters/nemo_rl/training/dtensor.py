@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,6 +25,8 @@ from ...torch_fp16 import FEATURE, SETTINGS, ScaledTraining
 from ...torch_fp16.auxiliary import auxiliary_losses
 from ...torch_fp16.files import files_of_rank, saved_aside
 from ...torch_fp16.states import make_missing_states
+from .unread import Keys
+from .unread import unread as find_unread
 from .workers import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
 FRAMEWORK = "nemo-rl"
@@ -161,35 +163,43 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
         yield Written(f"{name}.precision", config["precision"], COMPUTES)
     loaded = (config.get("hf_config_overrides") or {}).get("dtype")
     if loaded is not None:
-        needs = "" if sharded else f"{name}.precision={loaded}"
-        yield Written(f"{name}.hf_config_overrides.dtype", loaded, "params", needs)
-    yield from _unread(config, name, name, ("precision",))
-    rollout = f"{name}.generation.vllm_cfg"
-    vllm = (config.get("generation") or {}).get("vllm_cfg")
-    yield from _unread(vllm, rollout, rollout, ("precision", "kv_cache_dtype"))
-    own = config.get("dtensor_cfg") or {}
+        yield Written(f"{name}.hf_config_overrides.dtype", loaded, "params")
+    unread = dict(find_unread(config, BLOCK, "sglang_cfg"))  # SGLang reads its section
     if sharded:
-        yield from _unread(own, f"{name}.dtensor_cfg", name)
-        yield from _unread(own.get("mixed_precision"), f"{name}.dtensor_cfg.mixed_precision", name)
         for key, value in ((config.get("megatron_cfg") or {}).get("optimizer") or {}).items():
             if key.endswith("_dtype") and key != "params_dtype":  # which NeMo-RL's YAML files have
-                at, needs = f"{name}.megatron_cfg", f"{name}.megatron_cfg.enabled=true"
-                yield Written(f"{at}.optimizer.{key}", value, needs=needs)
-    adapters = own.get("lora_cfg") or {}
+                unread["megatron_cfg", "optimizer", key] = value
+    for keys, value in unread.items():
+        yield _unread(name, keys, value, sharded=sharded)
+    adapters = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
     if sharded and adapters.get("enabled"):
         kind = adapters.get("lora_dtype")
         yield Written(f"{name}.dtensor_cfg.lora_cfg.lora_dtype", kind, "params")
 
 
-def _unread(section: Any, place: str, owner: str, known: Collection[str] = ()) -> Iterator[Written]:
-    """Yield the keys at ``place`` that look like a dtype's; NeMo-RL reads ``owner``'s precision.
+def _unread(name: str, keys: Keys, value: object, *, sharded: bool) -> Written:
+    """What the user may mean by a key that NeMo-RL does not read."""
+    (near,) = get_close_matches(keys[-1], _MEANT, 1, 0.8) or ("",)
+    sets, needs, place = _MEANT.get(near, ""), "", f"{name}.{'.'.join(keys)}"
+    if keys[0] == "generation":
+        needs = f"{name}.{'.'.join(keys[:2])}.precision={value}" if sets and len(keys) > 2 else ""
+        sets = ""
+    elif sets == COMPUTES and sharded:
+        dtype = any_dtype(str(value))
+        needs = "".join(f"{name}.precision={own}" for own in DTYPES if DTYPES[own] is dtype)
+    elif sets == COMPUTES:
+        sets = "params"
+    # NeMo-RL's FSDP reduces gradients, and returns a layer's output, in fp32.
+    fixed = "fp32" if sharded and near in ("reduce_dtype", "output_dtype") else ""
+    return Written(place, value, sets, needs, read=False, fixed=fixed)
 
-    NeMo-RL accepts any key. One that it does not read may hold anything.
-    """
-    for key, value in section.items() if isinstance(section, Mapping) else ():
-        near = get_close_matches(str(key), ("precision", "dtype"), 1, 0.8)
-        if key not in known and (near or str(key).endswith("_dtype")) and any_dtype(str(value)):
-            yield Written(f"{place}.{key}", value, needs=f"{owner}.precision={value}")
+
+_MEANT = {
+    **dict.fromkeys(("precision", "dtype", "param_dtype"), COMPUTES),
+    **{f"{moment}_dtype": moment for moment in ("exp_avg", "exp_avg_sq")},
+    **dict.fromkeys(("reduce_dtype", "output_dtype"), ""),
+}
+"""Maps names of dtype keys to what they set."""
 
 
 def group_of(name: str, *, second: bool) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from precision_shim.adapting import versioned
 from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written
+from precision_shim.precision.effect import COMPUTES, REDUCES, Written, names_precision
 
 from ...megatron.policy.requested import SETS
 from ...torch_fp16.names import own_dtype
@@ -61,7 +61,7 @@ def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
     """
     model, section = f"trainer.{role}.megatron_config", f"trainer.{role}.fsdp_config"
     meant: dict[torch.dtype | None, str] = {
-        torch.float16: f"trainer.bf16=false and {model}.{_MODEL}.fp16=true",
+        torch.float16: in_fp16("megatron", role),
         torch.float32: "trainer.bf16=false",
         torch.bfloat16: "trainer.bf16=true",
     }
@@ -83,6 +83,13 @@ def not_read_by_megatron(trainer: Any, role: str) -> Iterator[Written]:
         elif name in SETS and dtype is not torch.float32:
             needs = f"{model}.{KWARGS}.{name}={value}"
             yield Written(key, value, needs="" if role == "ref" else needs)
+
+
+def in_fp16(strategy: str, role: str = "policy") -> str:
+    """The keys to write so that a model computes in fp16."""
+    if strategy == "megatron":
+        return f"trainer.bf16=false and trainer.{role}.megatron_config.{_MODEL}.fp16=true"
+    return f"trainer.{role}.fsdp_config.mixed_precision.param_dtype=fp16"
 
 
 def of_fsdp(trainer: Any, role: str) -> Iterator[Written]:
@@ -107,7 +114,7 @@ def _of_megatron(trainer: Any, role: str) -> Iterator[tuple[str, str, object]]:
     config = getattr(getattr(trainer, role), "megatron_config", None)
     for place in (_MODEL, KWARGS):
         for name, value in (getattr(config, place, None) or {}).items():
-            if value and name in (*SETS, "fp16", "pipeline_dtype"):
+            if names_precision(name, value) and not name.startswith("use_"):
                 yield place, name, value
     if written_bucket(getattr(config, "ddp_config", None)) is False:
         yield "ddp_config", BUCKET, False

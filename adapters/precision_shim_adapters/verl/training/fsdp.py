@@ -8,8 +8,7 @@ unscales the gradients before verl clips them; verl skips a step whose grad norm
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written
+from precision_shim.precision.effect import COMPUTES, REDUCES, Written, names_precision, values_of
 from precision_shim.precision.scaler_record import ScalerSettings
 
 from ... import torch_fp16
@@ -238,15 +237,6 @@ def inside(optimizer: Any) -> tuple[Any, ...]:
     return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
 
 
-def values_of(config: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key of a config, with those of its sections, and the key's value."""
-    if dataclasses.is_dataclass(config):
-        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for name, value in config.items() if isinstance(config, Mapping) else ():
-        yield f"{place}{name}", value
-        yield from values_of(value, f"{place}{name}.")
-
-
 def fp16_keys(config: Any) -> Iterator[str]:
     """Yield the dtype keys of an engine's config that name float16."""
     for key, value in values_of(config):
@@ -368,7 +358,7 @@ def written(
             counts = key != top and not (name == "buffer_dtype" and in_fp32)
         else:
             own = key in _DEFAULTS and not (reads_dtype and key == "dtype")
-            unread = "dtype" in name and _UNREAD.get(top, strategy) != strategy
+            unread = names_precision(name, value) and _UNREAD.get(top, strategy) != strategy
             counts = (own or unread) and value not in (None, default)
         if counts:
             right = _place_of(name, sets, strategy)

@@ -104,11 +104,14 @@ def own_spellings() -> tuple[str, ...]:
 def _written(optim_config: Any, place: str) -> Iterator[Written]:
     """Yield verl's own fields for the states' dtypes that differ from verl's default, fp32."""
     aware = bool(read_key(optim_config, megatron.PRECISION_AWARE))
+    offloads = (read_key(optim_config, _KEY) or {}).get("optimizer_cpu_offload")
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = read_key(optim_config, key)
         if value is not None and parse_dtype(str(value)) is not torch.float32:
             # verl reads the fields for bf16 models only
             needs = f"{_KEY}.{key}={value}" if aware else f"{megatron.PRECISION_AWARE}=true"
+            if offloads and aware:
+                needs = f"{_KEY}.optimizer_cpu_offload=False"
             yield Written(f"{place}.{key}", value, SETS[key], f"{place}.{needs}")
 
 

@@ -11,43 +11,50 @@ from typing import Any, NoReturn
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
+from precision_shim.precision.effect import names_precision
 from precision_shim_adapters.common.omegaconf_values import plain
 
-from ..command import Job
+from ..command import Job, file_of, find_imported
 from ..values import said
 
 
-def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
+def compose(
+    job: Job, unresolved: list[str] | None = None, added: list[str] | None = None
+) -> dict[str, Any]:
     """Compose a job's config and apply its command line's overrides; ``unresolved``: see ``plain``.
+
+    The overrides that set a precision, at keys that the config lacks, are appended to ``added``.
 
     Raises:
         PlanError: the line has other options, or hydra cannot compose the config.
     """
     asked = _read_options(job)
-    path, name = _read_decorator(job.source)
-    path, name = asked.config_path or path, asked.config_name or name
     if job.source is None:
         raise PlanError(
             f"{versioned('verl')}, {job.target}: there is no such module or script here. Correct "
             "its name, or plan in the environment and the directory of the job."
         )
+    source, path, name = _read_decorator(job.source)
+    path, name = asked.config_path or path, asked.config_name or name
     if not path.startswith("pkg://"):
-        beside = job.source.parent.resolve() if job.source is not None else Path.cwd()
-        path = os.path.normpath(beside / path)
+        path = os.path.normpath(source.parent.resolve() / path)
     directory = os.path.abspath(asked.config_dir) if asked.config_dir else ""
-    for place in (path, directory):
+    beside = f"--config-path is relative to {source}. Correct it, or write the whole path."
+    begun = "Start from the directory that the job starts in."
+    for place, remedy in ((path, beside), (directory, begun)):
         if place and not place.startswith("pkg://") and not os.path.isdir(place):
             raise PlanError(
                 f"{versioned('verl')}, {job.target}: {place}: there is no such directory of "
-                "configs. Start from the directory that the job starts in."
+                f"configs. {remedy}"
             )
     try:
         from hydra import compose, initialize_config_dir, initialize_config_module
         from hydra.core.plugins import Plugins
+        from omegaconf import OmegaConf
 
-        added = _command_line()
-        added.directory = directory
-        Plugins.instance().register(added)
+        plugin = _command_line()
+        plugin.directory = directory
+        Plugins.instance().register(plugin)
         initialize: Any = initialize_config_dir
         if path.startswith("pkg://"):
             initialize = initialize_config_module
@@ -55,8 +62,17 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
             with initialize(path.removeprefix("pkg://"), version_base=None):
                 made = compose(name, asked.overrides)
                 config: dict[str, Any] = plain(made, unresolved=unresolved)
+                words = [word.lstrip("+") for word in asked.overrides if word.startswith("+")]
+                words = [word for word in words if names_precision(*word.partition("=")[::2])]
+                if words and added is not None:
+                    own = [word for word in asked.overrides if not word.startswith("+")]
+                    bare, absent = compose(name, own), object()
+                    for word in words:
+                        key = word.partition("=")[0]
+                        if OmegaConf.select(bare, key, default=absent) is absent:
+                            added.append(word)
         finally:
-            added.directory = ""
+            plugin.directory = ""
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
             f"{versioned('verl')}, {path}/{name.removesuffix('.yaml')}.yaml: {said(error)}. "
@@ -101,13 +117,20 @@ def _read_options(job: Job) -> argparse.Namespace:
     return parser.parse_args(list(job.arguments))
 
 
-def _read_decorator(source: Path | None) -> tuple[str, str]:
-    """The ``config_path`` and the ``config_name`` of an entry point; by default those of verl."""
+def _read_decorator(script: Path) -> tuple[Path, str, str]:
+    """Read the decorator of a job's main function, which a script may import from another file.
+
+    Returns:
+        The file with the decorator, from which hydra begins, its ``config_path``, and its
+        ``config_name``; by default the script, and those of verl.
+    """
     words = {"config_path": "config", "config_name": "ppo_trainer"}
-    tree = ast.parse("" if source is None else source.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
-            for keyword in node.keywords:
-                if keyword.arg in words and isinstance(keyword.value, ast.Constant):
-                    words[keyword.arg] = str(keyword.value.value)
-    return words["config_path"], words["config_name"]
+    modules = map(file_of, find_imported(script))
+    for source in filter(None, (script, *modules)):
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
+                for keyword in node.keywords:
+                    if keyword.arg in words and isinstance(keyword.value, ast.Constant):
+                        words[keyword.arg] = str(keyword.value.value)
+                return source, words["config_path"], words["config_name"]
+    return script, words["config_path"], words["config_name"]

@@ -6,8 +6,7 @@ Plan and worker read optimizer settings with ``megatron.of_configs``.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.megatron.installed import FSDP_GRADS
 from precision_shim_adapters.megatron.policy.legality import GATHERS
-from precision_shim_adapters.megatron.policy.requested import COERCION, SETS
+from precision_shim_adapters.megatron.policy.requested import COERCION
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
 from precision_shim_adapters.verl.rollout.lm_head import read_heads
 from precision_shim_adapters.verl.training import engines, fsdp, megatron
@@ -58,7 +57,8 @@ def plan_job(job: Job) -> Request:
         PlanError: the config or a model cannot be read.
     """
     unresolved: list[str] = []
-    config = compose(job, unresolved)
+    added: list[str] = []
+    config = compose(job, unresolved, added)
     problems: list[Problem] = []
     notes: list[str] = []
     if _SHARED in config:
@@ -79,7 +79,7 @@ def plan_job(job: Job) -> Request:
             "model, engine and optim. Plan the job that trains."
         )
     readers = ((one.subject, partial(_model, job, one, gpus)) for one in found)
-    models = read_models(readers, problems)
+    models = read_models(job, readers, problems)
     return Request(
         "verl",
         version_of("verl", ("verl",)),
@@ -87,9 +87,22 @@ def plan_job(job: Job) -> Request:
         models,
         megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
-        notes=(*notes, *tell_unresolved(unresolved)),
+        notes=(*notes, *_not_judged(found, added), *tell_unresolved(unresolved)),
         rollout=_SHARED in config,
     )
+
+
+def _not_judged(found: Sequence[Section], added: Sequence[str]) -> Iterator[str]:
+    """Yield a note on each precision at a key that no rule covers, and that verl's config lacks."""
+    judged = [f"{_SHARED}.{dtypes.ROLLOUT}.engine_kwargs."]
+    for one in found:
+        judged += [f"{key}." for key in (one.engine_key, one.optim_key)]
+        judged.append(f"{one.model_key}.override_config.")
+    for word in added:
+        key = word.partition("=")[0]
+        section, _, name = key.rpartition(".")
+        if not key.startswith(tuple(judged)) and section not in [one.role_key for one in found]:
+            yield f"{word}: verl's config has no such key. Look for {name} in the job's code"
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
@@ -137,16 +150,17 @@ def _of_ppo(config: Mapping[str, Any]) -> Iterator[tuple[Section, str]]:
     group = fsdp.group_of(inner(config, "trainer").get(fsdp.WORKERS))
     one = sections.of_role("actor", f"{_SHARED}.actor", actor, model, group)
     quantized = inner(shared, dtypes.ROLLOUT).get("quantization")
-    yield replace(one, model_key="" if quantized else f"{_SHARED}.model"), ""
+    yield replace(one, model_key=f"{_SHARED}.model", alone=not quantized), ""
     merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
     penalty = algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss")
     why = "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
-    yield sections.of_role("ref", f"{_SHARED}.ref", merged, model, group), "" if penalty else why
+    one = sections.of_role("ref", f"{_SHARED}.ref", merged, model, group)
+    yield replace(one, model_key=f"{_SHARED}.model"), "" if penalty else why
     enabled, estimator = critic.get("enable"), algorithm.get("adv_estimator")
     why = f"algorithm.adv_estimator={estimator}" if enabled is None else "critic.enable=false"
     built = enabled or (enabled is None and estimator == "gae")
     one = sections.of_role("critic", "critic", critic, inner(critic, "critic.model"), group)
-    yield replace(one, model_key="critic.model"), "" if built else why
+    yield replace(one, model_key="critic.model", alone=True), "" if built else why
 
 
 def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
@@ -155,11 +169,13 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
             f"{_where()}, {section.engine_key}: strategy={section.strategy!r}: planned are "
             f"{', '.join(_ENGINES)}. Plan the job with one of these."
         )
-    own, lora = section.model, inner(section.model, "model.lora")
-    if _number(own, "model.lora_rank", 0) or _number(lora, "model.lora.rank", 0):
-        off = "model.lora_rank=0, model.lora.rank=0"
-        raise no_adapters(f"{_where()}, {section.subject}", off)
-    written = inner(own, "model.override_config")
+    own, place = section.model, section.model_key
+    adapters = {f"{place}.lora_rank": own, f"{place}.lora.rank": inner(own, f"{place}.lora")}
+    for key, keys in adapters.items():
+        rank = _number(keys, key, 0)
+        if rank:
+            job.refusals.append(no_adapters(f"{_where()}, {key}={rank}", f"{key}=0"))
+    written = inner(own, f"{place}.override_config")
     others = ("moe_config", "attn_implementation", "model_config")
     overrides = written.get("model_config") or {
         key: value for key, value in written.items() if key not in others
@@ -296,7 +312,7 @@ def _sharded(
     keys["dtype"] = engines.in_fp32(section.strategy, section.engine_key)
     overrides = f"{section.optim_key}.override_optimizer_config"
     if trains and module == "torch.optim." and section.strategy in ("fsdp", "fsdp2"):
-        illegal = (*illegal, *_not_taken(subject, name, inner(section.optim, overrides), overrides))
+        keys["options"] = overrides
     written = fsdp.written(engine, section.strategy, section.engine_key, reads_dtype=legacy)
     if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
         sizes["context"] = section.sequence
@@ -322,15 +338,3 @@ def _sharded(
         illegal=illegal,
         notes=tuple(filter(None, notes)),
     )
-
-
-def _not_taken(
-    subject: str, name: str, options: Mapping[str, Any], place: str
-) -> Iterator[Problem]:
-    """Yield a problem for each option that torch's optimizer does not take."""
-    taken = inspect.signature(getattr(torch.optim, name, torch.optim.AdamW)).parameters
-    for key in options:
-        if key not in taken:
-            remedy = "Leave it out, or train on Megatron." if key in SETS else "Leave it out."
-            fault = f"verl passes it to torch's {name}, which has no such argument"
-            yield Problem("key", subject, f"{place}.{key}", fault, remedy)

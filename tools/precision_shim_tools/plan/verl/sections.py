@@ -15,7 +15,7 @@ import torch
 from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.precision.effect import Written
+from precision_shim.precision.effect import Written, values_of
 from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
 from precision_shim_adapters.torch_fp16.names import own_dtype
@@ -46,7 +46,8 @@ class Section:
         group: the group of the seams on the model's workers, if the engine is FSDP.
         role: the section with the engine's and the optimizer's sections; empty for a fine-tuning.
         role_key: the config key of ``role``.
-        model_key: the config key of ``model``, if nothing but the engine reads a dtype there.
+        model_key: the config key of ``model``.
+        alone: whether nothing but the engine reads a dtype in ``model``.
     """
 
     subject: str
@@ -61,6 +62,7 @@ class Section:
     role: Mapping[str, Any] = field(default_factory=dict)
     role_key: str = ""
     model_key: str = ""
+    alone: bool = False
 
     @property
     def trains(self) -> bool:
@@ -104,7 +106,9 @@ def of_tuning(config: Mapping[str, Any]) -> Section:
     engine, optim, model = (inner(config, key) for key in ("engine", "optim", "model"))
     target = str(engine.get("_target_", ""))
     strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
-    return Section("actor", "engine", "optim", strategy, engine, optim, model, model_key="model")
+    return Section(
+        "actor", "engine", "optim", strategy, engine, optim, model, model_key="model", alone=True
+    )
 
 
 def overridden(section: Section) -> Iterator[Written]:
@@ -114,7 +118,7 @@ def overridden(section: Section) -> Iterator[Written]:
     if "model_config" in config:
         place = f"{place}.model_config"
         config = inner(config, place)
-    known = section.model_key and section.strategy in fsdp.COMPUTE_KEYS
+    known = section.alone and section.strategy in fsdp.COMPUTE_KEYS
     for name in ("dtype", "torch_dtype") if known else ():
         if config.get(name):
             yield Written(f"{place}.{name}", config[name], "params")
@@ -123,7 +127,7 @@ def overridden(section: Section) -> Iterator[Written]:
 def tell_not_built(section: Section, because: str) -> list[str]:
     """Return a note on the dtypes that the user wrote for a model; see ``not_built``."""
     wrote = list(map(str, fsdp.written(section.engine, section.strategy, section.engine_key)))
-    for key, value in fsdp.values_of(section.optim):
+    for key, value in values_of(section.optim):
         if key.endswith("_dtype") and value not in (None, "fp32"):
             wrote.append(f"{section.optim_key}.{key}={value}")
     return not_built(section.subject, because, wrote)

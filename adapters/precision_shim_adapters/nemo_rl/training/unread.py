@@ -1,0 +1,72 @@
+"""Find the keys on precision in a model's config that NeMo-RL accepts and does not read.
+
+NeMo-RL accepts any key. Which key it reads from which section is in its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from precision_shim.precision.effect import names_precision, values_of
+
+Keys = tuple[str, ...]
+"""A key and, before it, the sections in which it is."""
+
+_READS = re.compile(r"""(\w+)["'\])]*(?:\s*(?:\[|\.(?:get|pop|setdefault)\()\s*["']|\.)$""")
+"""Matches the text before a key where it is read, such as ``config["megatron_cfg"]["``."""
+_PASSED = re.compile(r"""(?:\*\*|\.update\()[\w.]*?(\w+)((?:\[["']\w+["']\])*)""")
+"""Matches a section that is passed on whole, such as ``**config["megatron_cfg"]["optimizer"]``."""
+_BEFORE = 200
+"""Number of characters before a key in which its section is named."""
+
+
+def unread(
+    config: Mapping[str, object], *others: str, anywhere: bool = False
+) -> Iterator[tuple[Keys, object]]:
+    """Yield the keys on precision that nothing reads, with their values.
+
+    ``others`` are sections that NeMo-RL does not read itself. ``anywhere``: the config is not a
+    model's, and a key counts as read if NeMo-RL reads one of this name from any section.
+    """
+    every = {tuple(key.split(".")): value for key, value in values_of(config)}
+    found = {keys: value for keys, value in every.items() if names_precision(keys[-1], value)}
+    read, passed = _source({keys[-1] for keys in found})
+    names = {name for _, name in read} if anywhere else set()
+    for keys, value in found.items():
+        section = tuple(map(_section, keys[:-1]))
+        ends = [section[:end] for end in range(1, len(section) + 1)]
+        known = any(end[-len(one) :] == one for end in ends for one in passed)
+        known = known or keys[-1] in names or bool({*others}.intersection(keys))
+        if not known and (*(section or ("",))[-1:], keys[-1]) not in read:
+            yield keys, value
+
+
+def _section(name: str) -> str:
+    """A section's name as variables have it, too: ``fp8`` for ``fp8_cfg`` and ``fp8_config``."""
+    bare = re.sub(r"_?(cfg|config)$", "", name)
+    return "" if bare in ("policy", "value") else bare
+
+
+def _source(keys: Collection[str]) -> tuple[set[Keys], set[Keys]]:
+    """Each section from which NeMo-RL reads one of ``keys``, and the sections it passes on.
+
+    A variable such as ``cfg`` is a model's config, and in a rollout's modules a rollout's.
+    """
+    read, passed = set[Keys](), set[Keys]()
+    word = re.compile(rf"\b(?:{'|'.join(map(re.escape, keys))})\b")
+    spec = find_spec("nemo_rl") if keys else None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for file in Path(folder).rglob("*.py"):
+            own = "generation" if "generation" in file.parts else ""
+            text = file.read_text("utf-8", "replace")
+            for key in word.finditer(text):
+                reader = _READS.search(text, max(key.start() - _BEFORE, 0), key.start())
+                if reader is not None:
+                    read.add((_section(reader[1]) or own, key[0]))
+            for name, inner in _PASSED.findall(text):
+                names = (_section(one) for one in (name, *re.findall(r"\w+", inner)))
+                passed.add(tuple(one for one in names if one))
+    return read, passed - {()}
