@@ -12,9 +12,9 @@ _WHERE = {
     "uninstall": ".process.session",
     "status": ".process.session",
     "audit": ".auditing.audits",
-    "watch_updates": "precision_shim_tools.updates.watch",
+    "watch_updates": ".auditing.updates",
     "Audit": ".auditing.record",
-    "UpdateWatch": "precision_shim_tools.updates.watch",
+    "UpdateWatch": ".auditing.updates",
     "Status": ".reporting.status",
     "PrecisionShimError": ".errors",
     "SettingsError": ".errors",
@@ -37,12 +37,11 @@ __all__ = list(_WHERE)
 
 TYPE_CHECKING = False  # replaces typing.TYPE_CHECKING: importing typing would take 2 ms
 if TYPE_CHECKING:
-    from precision_shim_tools.updates.watch import UpdateWatch as UpdateWatch
-    from precision_shim_tools.updates.watch import watch_updates as watch_updates
-
     from ._about import __version__ as __version__
     from .auditing.audits import audit as audit
     from .auditing.record import Audit as Audit
+    from .auditing.updates import UpdateWatch as UpdateWatch
+    from .auditing.updates import watch_updates as watch_updates
     from .errors import *  # noqa: F403
     from .process.session import install as install
     from .process.session import status as status

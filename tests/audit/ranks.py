@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from precision_shim_tools.testing.measure import measure_bytes
 
 from ..processes.rank_server import Launch
 from . import builds
-from .updates_reference import Reference
 
 
 def prepare() -> None:
@@ -280,72 +279,19 @@ def flat(launch: Launch) -> dict[str, Any]:
 # -- lost updates ----------------------------------------------------------------------------------
 
 
-def _watched(dtype: torch.dtype, launch: Launch, watched: bool) -> dict[str, Any]:
-    model = _fsdp_model(dtype, launch)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=6e-6)
-    reference = Reference(optimizer)
-    watch = precision_shim.watch_updates(model, optimizer, every=2) if watched else None
-    for step in range(5):
-        data = torch.randn(2, 8, generator=torch.Generator().manual_seed(launch.rank + 2 * step))
-        model(data.to(dtype)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {
-        "figures": watch.figures() if watch is not None else [],
-        "shares": reference.shares,
-        "elements": sum(p.to_local().numel() for p in trained),
-        "weights": [p.to_local().detach().float().tolist() for p in trained],
-    }
-
-
-def updates(launch: Launch) -> dict[str, Any]:
-    """Train FSDP2's shards in each dtype with the meter and without it, and compare the weights."""
-    launch.join()
-    found: dict[str, Any] = {}
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        one = found[name] = _watched(dtype, launch, True)
-        one["same"] = one.pop("weights") == _watched(dtype, launch, False)["weights"]
-    return found
-
-
-def _without_routers(optimizer: Any, chunks: Any) -> Callable[[Any], torch.dtype | None]:
-    """Return a function that gives a copy's dtype: bf16, or ``None`` for routers (fp32)."""
-    routers = {
-        parameter
-        for chunk in chunks
-        for name, parameter in chunk.named_parameters()
-        if name.endswith("router.weight")
-    }
-    assert routers
-    kept = set()
-    for kind in ("float16", "fp32"):
-        models = getattr(optimizer, f"model_{kind}_groups")
-        shards = getattr(optimizer, f"shard_{kind}_groups")
-        for pair in zip(models, shards, strict=True):
-            kept.update(shard for model, shard in zip(*pair, strict=True) if model in routers)
-    return lambda parameter: None if parameter in kept else torch.bfloat16
-
-
 def expert_updates(launch: Launch) -> dict[str, Any]:
     """The meters of a mixture of experts, whose chained optimizer has a part for the experts."""
     with _megatron(launch, expert_model_parallel_size=2):
         honest = builds.HONEST["precision-aware"]
         build = replace(honest, config=honest.config | {"lr": 6e-6}, experts=True)
         chunks, optimizer = builds.make(build)
-        references = [
-            Reference(part.optimizer, _without_routers(part, chunks))
-            for part in optimizer.chained_optimizers
-        ]
         watch = precision_shim.watch_updates(chunks, optimizer, every=1)
         for _ in range(3):
             builds.step_without_forward(chunks, optimizer)
+        parts = precision_shim.audit(chunks, optimizer).parts
         return {
             "figures": watch.figures(),
-            "shares": [one.shares for one in references],
-            "parts": {
-                one.name: one.updates for one in precision_shim.audit(chunks, optimizer).parts
-            },
+            "parts": {one.name: one.updates for one in parts},
             "metrics": [watch.metrics(), meters.metrics(optimizer)],
         }
 
@@ -360,5 +306,4 @@ __all__ = [
     "megatron",
     "prepare",
     "run",
-    "updates",
 ]

@@ -47,7 +47,7 @@ def main() -> int:
     for name in pinned():
         if name not in missing:
             python = str(folder / name / "bin" / "python")
-            command = [python, "-m", "precision_shim", "doctor", "--record", str(record)]
+            command = [python, str(Path(__file__).with_name("symbol_record.py")), str(record)]
             subprocess.run(command, cwd=folder, env=environment, check=True)
     for name in missing:
         print(f"not in {folder}, and so not recorded: {name}", file=sys.stderr)

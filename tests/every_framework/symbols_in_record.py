@@ -14,12 +14,11 @@ import pytest
 from precision_shim.process import symbols as _symbols
 from precision_shim.process.framework import Adapter
 from precision_shim.process.registry import entries, load
-from precision_shim_tools.cli._against import installed_digests
-from precision_shim_tools.upstream.record import add
 
+from ..environments.symbol_record import add, installed_digests
 from ..processes.commands import python
 
-HOW = "python tests/environments/record_symbols.py, or here: precision-shim doctor --record"
+HOW = "python tests/environments/record_symbols.py, or here: tests/environments/symbol_record.py"
 
 
 def tested_version(adapter: Adapter) -> str:
@@ -50,7 +49,7 @@ def hold(framework: str) -> None:
 
 
 def hold_as_a_wheel(framework: str, folder: Path) -> None:
-    """A wheel of what is installed is reported as equal, and none of its modules is executed.
+    """A wheel of what is installed can be patched as that, and none of its modules is executed.
 
     Args:
         framework: as users write it.
@@ -73,5 +72,4 @@ def hold_as_a_wheel(framework: str, folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
     assert told["ok"]
-    assert {one["state"] for one in told["symbols"]} == {"same"}
     assert told["lost"] == told["won"] == []

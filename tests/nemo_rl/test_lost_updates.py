@@ -13,7 +13,7 @@ from .support import KINDS, batch, loss_for, parameters
 
 pytestmark = pytest.mark.slow
 
-FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
+FIGURES = {"updates_lost", "updates_lost_exp_avg_sq"}
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]])
@@ -39,21 +39,3 @@ def test_dtensor_worker(kind: str, worker: Any, shim: Any) -> None:
     figures = audit.parts[0].updates
     assert figures is not None
     assert [figures["weights"]] == later[-1]["updates_lost"]
-
-
-def test_the_rollouts_copies(worker: Any, shim: Any) -> None:
-    """DTensor workers send weights in the policy's dtype; the engine casts to its own dtype."""
-    shim(settings={"watch_updates": 1})
-    shares, stored = {}, {}
-    for policy, rollout in (("float16", "float16"), ("float16", "bfloat16"), ("bfloat16", "half")):
-        with worker("v2", policy) as one:
-            vllm = {"precision": rollout}
-            one.cfg["generation"] = {"backend": "vllm", "temperature": 1.0, "vllm_cfg": vllm}
-            for seed in range(3):
-                said = one.train(batch(seed=seed), loss_for("v2"))["all_mb_metrics"]
-        shares[policy, rollout] = said["updates_lost_rollout"][0]
-        figures = precision_shim.status().audit[-1].parts[0].updates
-        assert figures is not None
-        stored[policy, rollout] = figures["groups"][0]["rollout"]["dtype"]
-    assert shares["float16", "float16"] < shares["float16", "bfloat16"]
-    assert list(stored.values()) == ["fp16", "bf16", "bf16"]

@@ -153,13 +153,8 @@ def test_one_module_of_the_core_imports_the_adapters():
 
 
 TOOLS_OF_THE_CORE = {
-    "precision_shim": "watch_updates(), loaded on first use",
     "precision_shim.__main__": "the command line",
     "precision_shim.testing": "the public name of a tool",
-    "precision_shim.auditing.automatic": "the meter, if PRECISION_SHIM_WATCH_UPDATES is set",
-    "precision_shim.auditing.meters": "the meter, if there is one",
-    "precision_shim.auditing.record": "the meter, if there is one",
-    "precision_shim.auditing.rules": "the meter, if there is one",
 }
 """The modules that a worker may load and that import a tool, each with the occasion."""
 

@@ -10,7 +10,8 @@ from precision_shim.process import symbols as _symbols
 from precision_shim.process.framework import Adapter
 from precision_shim.process.symbols import compare, read_symbols, versions_of
 from precision_shim.seams import Seam
-from precision_shim_tools.upstream.record import add, write
+
+from ..environments.symbol_record import add, write
 
 
 def made(*versions):

@@ -403,7 +403,7 @@ def metrics(job: Job) -> dict[str, Any]:
             # The trainers reduce metrics in this way before they log.
             minis = {k: float(v) for k, v in reduce_metrics(dict(minis)).items()}
         found["critic" if critic else "actor"] = [said, looked, minis]
-    meter = [name for name in sys.modules if name.startswith("precision_shim_tools.updates")]
+    meter = [name for name in sys.modules if name == "precision_shim.auditing.updates"]
     return {"subjects": found, "meter": meter}
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import precision_shim
-from precision_shim.auditing import meters, sent_weights
+from precision_shim.auditing import sent_weights
 from precision_shim.precision.dtypes import name_of
 from precision_shim_adapters.verl.rollout.weight_sync import rounds_weights
 
@@ -563,39 +563,6 @@ class Nowhere:
     def __init__(self, **_: Any) -> None: ...
 
     async def send_weights(self, weights: Any) -> None: ...
-
-
-def lost(dtype: str, merge: bool | None = None, apart: bool = False) -> dict[str, Any]:
-    """Lost updates of a worker with a rollout dtype.
-
-    Args:
-        dtype: the rollout's dtype.
-        merge: whether adapters are merged before they are sent; ``None``: no adapters are trained.
-        apart: whether a checkpoint engine sends the weights.
-    """
-    import verl.utils.tensordict_utils as tu
-
-    precision_shim.install(settings={"watch_updates": 1})
-    adapters = ("lora_rank=4", "lora_alpha=8", f"lora.merge={merge}") if merge is not None else ()
-    if apart:
-        engines = importlib.import_module("verl.checkpoint_engine.base")
-        engines.CheckpointEngineRegistry.register("nowhere")(Nowhere)
-    one = worker(
-        f"++actor_rollout_ref.rollout.dtype={dtype}",
-        "actor_rollout_ref.actor.optim.lr=1e-4",
-        *(f"++actor_rollout_ref.model.{each}" for each in adapters),
-        *("actor_rollout_ref.rollout.checkpoint_engine.backend=nowhere" for _ in range(apart)),
-    )
-    training, metrics = one.actor, {}
-    for step in range(3):
-        training.set_loss_fn(support.loss_function([1.0] * 9))
-        data = support.batch(step)
-        tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
-        metrics = tu.get(training.train_batch(data), "metrics")
-    return {
-        "metrics": {name: value for name, value in metrics.items() if name.startswith("updates")},
-        "figures": meters.of(training.engine.optimizer).figures,
-    }
 
 
 @contextlib.contextmanager

@@ -241,28 +241,6 @@ def test_a_worker_of_the_engine_is_not_compared_as_a_legacy_one(launch: Launch) 
     assert found["legacy"]["compared"] == []
 
 
-def test_lost_updates_are_those_of_the_rollouts_copies(launch: Launch) -> None:
-    """The metric follows the rollout's dtype; the trainer computes in fp16 in each of the jobs.
-
-    LoRA's factors are copied if verl sends them; it merges them, or its checkpoint engines get the
-    weights beneath them.
-    """
-    jobs = {name: {"dtype": name} for name in ("float16", "bfloat16", "float32")}
-    lora = ("merged", "sent", *(["apart"] if Version("0.9") <= VERL else []))
-    factors = {
-        name: {"dtype": "bfloat16", "merge": name == "merged", "apart": name == "apart"}
-        for name in lora
-    }
-    (rank,) = launch("lost", world=1, **jobs, **factors)
-    shares = {name: rank[name]["metrics"]["updates_lost_rollout"] for name in jobs}
-    assert shares["float32"] < shares["float16"] < shares["bfloat16"]
-    for name, short in (("float16", "fp16"), ("bfloat16", "bf16"), ("float32", "fp32")):
-        assert rank[name]["figures"]["groups"][0]["rollout"]["dtype"] == short
-    for name in {*lora} - {"sent"}:
-        assert rank[name]["metrics"].keys() == {"updates_lost", "updates_lost_exp_avg_sq"}
-    assert 0.0 < rank["sent"]["metrics"]["updates_lost_rollout"] <= 1.0
-
-
 def test_the_audit_has_what_was_sent_beside_the_trainers_own(
     launch: Launch, tmp_path: Path
 ) -> None:

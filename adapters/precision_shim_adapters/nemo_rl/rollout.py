@@ -153,12 +153,6 @@ def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
     return ENGINE_NAMES.get(engine.computes, engine.computes), engine.key
 
 
-def rollout_dtype(policy: Mapping[str, Any]) -> str:
-    """Canonical name of the dtype in which a policy's rollout computes; empty without a rollout."""
-    engine = _resolved(policy)
-    return "" if engine is None else engine.computes
-
-
 @seam(
     feature=FEATURE,
     group=GROUP,

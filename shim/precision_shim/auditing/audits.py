@@ -112,7 +112,7 @@ def look(
 def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
     parameters, owned = reading.parameters, reading.owned_parameters
     covered = dict.fromkeys(COMPONENTS, owned) | dict.fromkeys(OF_MODEL, parameters)
-    meter = meters.of(reading.steppers[0]) if reading.steppers else None
+    meter = meters.by_stepper.get(reading.steppers[0]) if reading.steppers else None
     return AuditPart(
         name=reading.name,
         optimizer=reading.optimizer,

@@ -17,8 +17,8 @@ from ..reporting.record import Decision
 from . import files, latest
 from .audits import look, where_of
 from .readers import read_optimizers
-from .record import Audit, Finding
-from .rules import NO_MASTER
+from .record import Audit, Finding, updates_line
+from .rules import NO_MASTER, UPDATES_LOST
 
 
 def watch(
@@ -172,13 +172,12 @@ class _Watcher(latest.Watched):
 
     def watch_updates(self, every: int) -> None:
         """Attach a meter of updates lost to rounding; on failure, warn that nothing is measured."""
-        model = self.modules() or None
         names = {"framework": self.framework, "subject": self.subject}
         try:
-            from precision_shim_tools.updates.watch import attach
+            from .updates import attach
 
-            for reading in read_optimizers(model, self._optimizer(), whole=False):
-                attach(reading, every, model=model, on_figures=self.take_figures, **names)
+            for reading in read_optimizers(self.modules() or None, self._optimizer(), whole=False):
+                attach(reading, every, on_figures=self.take_figures, **names)
         except Exception as error:  # a failed measurement must not end the training run
             _journal.tell(
                 f"{self.framework} {self.subject}: lost updates are not measured: {error!r}"
@@ -189,19 +188,15 @@ class _Watcher(latest.Watched):
         figures, audit = meter.figures, self.audit
         if figures is None or audit is None:
             return
-        from precision_shim_tools.updates import lost
-
-        where, name = meter.names
         parts = {part.name: part for part in audit.parts}
-        parts[name] = replace(parts[name], updates=figures)
-        notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, name)]
-        masters = parts[name].components["master"].dtypes
-        notes += [Finding(*fields) for _, fields in lost.findings(figures, name, where, masters)]
+        parts[meter.part] = replace(parts[meter.part], updates=figures)
+        notes = [one for one in audit.notes if (one.code, one.part) != (UPDATES_LOST, meter.part)]
+        notes += meter.notes
         audit = replace(audit, parts=tuple(parts.values()), notes=tuple(notes))
         self._keep(audit)
         if not self._said_figures:
             self._said_figures = True
-            _journal.announce(f"{audit.whose}: {lost.brief(figures)}")
+            _journal.announce(f"{audit.whose}: {updates_line(figures)}")
 
     def _judge(self, audit: Audit) -> None:
         _raise_if_strict(

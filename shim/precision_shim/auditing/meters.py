@@ -1,69 +1,39 @@
-"""The lost-update meters of this process, and the dtypes of the rollout engines' copies of weights.
-
-This module does not import ``updates``, because a worker imports the meter only to measure.
-"""
+"""The lost-update meters of this process, and their shares for a framework's metrics."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
-from ..precision.dtypes import name_of
 from .reading import inside
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""The dtypes in which copies of weights can be measured, the coarsest first."""
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """The rollout engine's copies of the weights that an optimizer updates.
-
-    Attributes:
-        dtype: the coarsest dtype on a weight's way into the engine; ``None`` if not measurable.
-        factors: whether LoRA's factors themselves are sent, and not only merged weights.
-    """
-
-    dtype: torch.dtype | None
-    factors: bool = False
-
+METRICS = {"weights": "updates_lost", "exp_avg_sq": "updates_lost_exp_avg_sq"}
+"""Maps the place where updates are lost to the name of their share in a framework's metrics."""
 
 by_stepper: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""Maps a torch optimizer to the ``updates.measuring.Meter`` that measures it."""
-
-rollouts: weakref.WeakKeyDictionary[Any, Rollout] = weakref.WeakKeyDictionary()
-"""Maps a torch optimizer, with or without a meter, to its ``Rollout``."""
-
-
-def of(stepper: Any) -> Any:
-    """Return the meter of a torch optimizer, or ``None``."""
-    return by_stepper.get(stepper)
-
-
-def tell_rollout(optimizer: Any, *names: str, factors: bool = False) -> None:
-    """Record the dtypes of the rollout's copies of an optimizer's weights.
-
-    ``names``: canonical names of all dtypes that a weight is rounded to, the engine's own included.
-    """
-    known = {name_of(dtype): dtype for dtype in DTYPES}
-    coarsest = next((known[name] for name in known if name in names), None)
-    dtype = coarsest if known.keys() >= set(names) else None
-    for stepper in _steppers(optimizer):
-        rollouts[stepper] = Rollout(dtype, factors)
+"""Maps a torch optimizer to the ``updates.Meter`` that measures it."""
 
 
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """Return an optimizer's latest shares of lost updates, from no device; empty before any."""
     if not by_stepper:
         return {}
-    from precision_shim_tools.updates import lost
-
     watched = (by_stepper.get(stepper) for stepper in _steppers(optimizer))
-    return lost.metrics([watch.figures for watch in watched if watch and watch.figures], prefix)
+    return shares(filter(None, watched), prefix)
+
+
+def shares(watched: Iterable[Any], prefix: str = "") -> dict[str, float]:
+    """Return the shares of lost updates over several meters, by their names in the metrics."""
+    meters = list(watched)
+    found = {metric: share(meters, name) for name, metric in METRICS.items()}
+    return {f"{prefix}{metric}": one for metric, one in found.items() if one is not None}
+
+
+def share(watched: Iterable[Any], name: str) -> float | None:
+    """Return one share of lost updates over several meters; ``None`` if none has measured it."""
+    counts = [meter.counts[name] for meter in watched if name in meter.counts]
+    return sum(lost for _, lost in counts) / sum(all_ for all_, _ in counts) if counts else None
 
 
 def _steppers(optimizer: Any) -> Iterator[Any]:

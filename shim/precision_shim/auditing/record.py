@@ -72,7 +72,7 @@ class AuditPart:
         owned: number of trained parameters whose states this rank stores.
         scaler: class name of the loss scaler, or ``None``.
         components: an ``AuditComponent`` for each name in ``COMPONENTS``.
-        updates: updates lost to rounding, from ``lost.describe``; ``None`` if not measured.
+        updates: updates lost to rounding, see ``UpdateWatch.figures``; ``None`` if not measured.
         shards: number of different shards in the data-parallel group; 0: all differ.
         routers: dtype names in which the routers of a mixture of experts compute; empty if unknown.
     """
@@ -280,7 +280,16 @@ def _part(part: AuditPart) -> list[str]:
         *(f"{_INDENT}{line}".rstrip() for line in table),
     ]
     if part.updates:
-        from precision_shim_tools.updates import lost
-
-        lines += [f"{_INDENT}{line}" for line in lost.lines(part.updates)]
+        lines += [f"{_INDENT}{updates_line(part.updates)}"]
     return lines
+
+
+def updates_line(figures: Mapping[str, Any]) -> str:
+    """Return an optimizer's figures as a line of text."""
+    titles = {"weights": "stored weights", "exp_avg_sq": "second moment"}
+    shares = ", ".join(
+        f"{title} {figures[name]:.1%} ({figures['dtypes'][name]})"
+        for name, title in titles.items()
+        if figures[name] is not None
+    )
+    return f"updates lost to rounding at step {figures['step']}: {shares}"

@@ -12,12 +12,13 @@ from ..precision.dtypes import accepted_names, any_dtype, name_of
 from ..precision.effect import CODE, Written, without_effect
 from ..precision.moments import LAST_COUNTS, second_moment_can_decay
 from ..precision.updates import without_masters
-from . import meters
 from .reading import SIXTEEN_BIT, Reading, Wanted
 from .record import COMPONENTS, AuditPart, Finding
 
 NOTHING = "none"
 
+UPDATES_LOST = "updates-lost"
+_TOO_MANY = 0.5  # a larger share of lost updates of the stored weights is noted
 NO_MASTER = "no-master"
 """Code of 16-bit weights that an optimizer of torch's updates without masters."""
 
@@ -72,11 +73,7 @@ def problems(
     bare, most = _no_master(reading, mend)
     if bare and most:
         yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
-    states = [state for stepper in reading.steppers for state in stepper.state.values()]
-    steps = {
-        name_of(state["step"].dtype) for state in states if hasattr(state.get("step"), "dtype")
-    }
-    for low in sorted(steps & LAST_COUNTS.keys()):
+    for low in _low_step_counts(reading):
         remedy = f"in {low} it stands still at {LAST_COUNTS[low]}: keep each state's 'step' in fp32"
         yield tell("step-count", None, "a step count in fp32", low, remedy)
     for component, dtype in expected.items():
@@ -106,6 +103,12 @@ def problems(
             f"{type(reading.scaler).__name__}, turned off",
             "fp16 gradients vanish without one",
         )
+
+
+def _low_step_counts(reading: Reading) -> list[str]:
+    states = (state for stepper in reading.steppers for state in stepper.state.values())
+    steps = {name_of(one["step"].dtype) for one in states if hasattr(one.get("step"), "dtype")}
+    return sorted(steps & LAST_COUNTS.keys())
 
 
 def _teller(part: str, where: str) -> Callable[..., Finding]:
@@ -226,15 +229,8 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             f"{reading.optimizer} keeps a second copy of parameters that are fp32 already, and "
             "never updates it: make the optimizer without masters",
         )
-    meter = meters.of(reading.steppers[0]) if reading.steppers else None
-    if meter is not None:
-        from precision_shim_tools.updates import lost
-
-        masters = part.components["master"].dtypes
-        for _, fields in lost.findings(part.updates or {}, part.name, where, masters):
-            yield Finding(*fields)
-        if meter.unmeasured:
-            yield tell(lost.UNMEASURED, None, "a rule that is known", NOTHING, meter.unmeasured)
+    if part.updates:
+        yield from lost_updates(part.updates, part.name, f"{where}, {part.name}")
     second = {state.exp_avg_sq.dtype for state in reading.owned if state.exp_avg_sq is not None}
     second |= reading.later("exp_avg_sq")
     stuck = [b for b in reading.betas if len(b) > 1 and not second_moment_can_decay(b[1])]
@@ -255,3 +251,29 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             "fp16 gradients vanish without one; audit() saw none, pass it as scaler= if there is "
             "one",
         )
+
+
+def lost_updates(figures: Mapping[str, Any], part: str, where: str) -> Iterator[Finding]:
+    """Yield the note that rounding loses most updates of the stored weights."""
+    share = figures["weights"]
+    if share is None or share <= _TOO_MANY:
+        return
+    stored = figures["dtypes"]["weights"]
+    if {"bf16", "fp16"}.intersection(stored.split(", ")):
+        remedy = (
+            "such updates are below half a bit of a 16-bit weight. Keep the weights in fp32 "
+            "(FSDP's mixed precision computes in 16 bits all the same; Megatron keeps masters "
+            "where the OptimizerConfig has bf16 or fp16), use an optimizer with masters, or raise "
+            "the learning rate"
+        )
+    else:
+        remedy = (
+            "such updates are below half a bit of a 32-bit weight, so that no dtype helps. Raise "
+            "the learning rate, or look for parameters that only their weight decay moves"
+        )
+    wanted, found = f"at most {_TOO_MANY:.0%} lost", f"{share:.1%} lost"
+    message = (
+        f"{where}: {share:.1%} of the updates of the stored weights ({stored}) were "
+        f"rounded away at step {figures['step']}, expected {wanted}: {remedy}."
+    )
+    yield Finding(UPDATES_LOST, part, "params", wanted, found, message)

@@ -15,7 +15,7 @@ from ..support import batch, nll_loss
 
 pytestmark = pytest.mark.slow
 
-FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
+FIGURES = {"updates_lost", "updates_lost_exp_avg_sq"}
 
 
 def test_megatron_worker(worker: Callable[..., AbstractContextManager[Any]], shim: Any) -> None:
@@ -32,7 +32,7 @@ def test_megatron_worker(worker: Callable[..., AbstractContextManager[Any]], shi
     assert FIGURES & first.keys() == set()
     assert later[-1].keys() >= FIGURES
     for one in later:
-        assert one["updates_lost"][0] < one["updates_lost_rollout"][0] <= 1.0
+        assert 0.0 <= one["updates_lost"][0] <= 1.0
     (audit,) = precision_shim.status().audit
     figures = audit.parts[0].updates
     assert figures is not None

@@ -11,8 +11,8 @@ import torch
 
 import precision_shim
 from precision_shim.auditing import files
-from precision_shim.auditing.record import Audit, Finding
-from precision_shim_tools.updates import lost
+from precision_shim.auditing.record import Audit, Finding, updates_line
+from precision_shim.auditing.rules import lost_updates
 
 
 @pytest.fixture
@@ -84,89 +84,36 @@ def test_the_file_of_an_audit(audit: Audit, tmp_path: Path) -> None:
     assert list(files.read_audits(path.parent)) == [(path, one)]
 
 
-def updates(groups: int, **weights: Any) -> dict[str, Any]:
-    count = {"dtype": "bf16", "updates": 100, "lost": 60, **weights}
-    one = {"lr": 1e-6, "weights": count, "exp_avg_sq": None, "rollout": None}
-    return {"step": 50, "groups": [{"group": number, **one} for number in range(groups)]}
-
-
-def test_updates_of_more_groups_than_a_table_has_room_for() -> None:
-    lines = list(lost.lines(updates(8)))
-    assert lines[0] == "updates lost to rounding, step 50:"
-    assert lines[1] == "  group 0, lr 1e-06: weights 60.0% (bf16), rollout not measured"
-    assert len(lines) == 9
-    assert list(lost.lines(updates(10)))[9:] == ["  and 2 more groups"]
+def figures(share: float | None, stored: str = "bf16") -> dict[str, Any]:
+    dtypes = {"weights": stored, "exp_avg_sq": "bf16"}
+    return {"step": 50, "every": 10, "weights": share, "exp_avg_sq": 0.25, "dtypes": dtypes}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "component", "remedy"),
+    ("stored", "remedy"),
     [
-        ("bf16", "params", "use an optimizer with masters"),
-        ("fp32", "params", "so that no dtype helps"),
-        ("bf16+int16", "master", "so that no dtype helps"),
-        ("bf16, fp32", "params", "Keep the bf16 weights in fp32"),
+        ("bf16", "use an optimizer with masters"),
+        ("bf16, fp32", "use an optimizer with masters"),
+        ("fp32", "so that no dtype helps"),
+        ("bf16+int16", "so that no dtype helps"),
     ],
 )
-def test_a_note_of_lost_updates(dtype: str, component: str, remedy: str) -> None:
-    ((group, fields),) = lost.findings(updates(1, dtype=dtype), "model", "verl 1.0")
-    assert group == 0
-    assert fields[:5] == ("updates-lost", "model", component, "at most 50% lost", "60.0% lost")
-    assert fields[5].startswith(
-        "verl 1.0, model, parameter group 0 (lr 1e-06): 60.0% of the updates of the stored "
-        f"weights ({dtype}) were rounded away at step 50, expected at most 50%: "
+def test_a_note_of_lost_updates(stored: str, remedy: str) -> None:
+    (note,) = lost_updates(figures(0.6, stored), "model", "verl 1.0, model")
+    assert (note.code, note.part, note.expected) == ("updates-lost", "model", "at most 50% lost")
+    assert note.message.startswith(
+        f"verl 1.0, model: 60.0% of the updates of the stored weights ({stored}) were rounded away "
+        "at step 50, expected at most 50% lost: "
     )
-    assert remedy in fields[5]
+    assert remedy in note.message
 
 
-def test_lost_updates_of_fp32_masters_are_no_lost_updates_of_the_parameters() -> None:
-    ((_, fields),) = lost.findings(updates(1, dtype="fp32"), "model", "verl 1.0", ["fp32"])
-    assert fields[2] == "master"
+@pytest.mark.parametrize("share", [0.5, None])
+def test_half_of_them_and_none_are_no_note(share: float | None) -> None:
+    assert not list(lost_updates(figures(share), "model", ""))
 
 
-@pytest.mark.parametrize(("count", "lost_ones"), [(100, 50), (0, 0)])
-def test_half_of_them_and_none_are_no_note(count: int, lost_ones: int) -> None:
-    assert not list(lost.findings(updates(1, updates=count, lost=lost_ones), "model", ""))
-
-
-def test_a_group_without_a_note_does_not_hide_the_next() -> None:
-    both = updates(2)
-    both["groups"][0] = {**both["groups"][0], "weights": {"dtype": "bf16", "updates": 9, "lost": 0}}
-    assert [group for group, _ in lost.findings(both, "model", "")] == [1]
-
-
-def group(elements: int, sampled: int, **counts: tuple[str, int, int]) -> dict[str, Any]:
-    kinds = {name: lost.count(*counts.get(name, ("", 0, 0))) for name in lost.METRICS}
-    return {"group": 0, "lr": 1e-6, "elements": elements, "sampled": sampled, **kinds}
-
-
-def figures(*groups: dict[str, Any]) -> dict[str, Any]:
-    return lost.describe(50, 10, list(groups))
-
-
-def test_figures_as_data_and_as_metrics() -> None:
-    # A tenth of the first group was read, so each of its updates counts ten times.
-    sampled = group(1000, 100, weights=("bf16", 100, 50))
-    whole = group(100, 100, weights=("fp32", 100, 0), exp_avg_sq=("bf16", 4, 1))
-    one = figures(sampled, whole)
-    assert one == {
-        "step": 50,
-        "every": 10,
-        "weights": 500 / 1100,
-        "exp_avg_sq": 0.25,
-        "rollout": None,
-        "groups": [sampled, whole],
-    }
-    assert whole["exp_avg_sq"] == {"dtype": "bf16", "updates": 4, "lost": 1}
-    assert lost.metrics([one, figures(whole)], "actor/") == {
-        "actor/updates_lost": 500 / 1200,
-        "actor/updates_lost_exp_avg_sq": 0.25,
-    }
-    assert lost.brief(one) == (
-        "updates lost to rounding at step 50: stored weights 45.5%, second moment 25.0%"
-    )
-
-
-def test_figures_without_an_update() -> None:
-    nothing = figures(group(10, 10, weights=("bf16", 0, 0)))
-    assert lost.share([nothing], "weights") is None
-    assert lost.metrics([nothing]) == {}
+def test_a_line_of_lost_updates() -> None:
+    told = "updates lost to rounding at step 50: stored weights 40.0% (bf16), second moment 25.0%"
+    assert updates_line(figures(0.4)) == f"{told} (bf16)"
+    assert "stored weights" not in updates_line(figures(None))

@@ -8,7 +8,6 @@ import pytest
 
 from precision_shim.process.digest import digest, digest_of
 from precision_shim.seams._source import definition, looking_at
-from precision_shim_tools.upstream.changes import changed_lines
 
 PLAIN = '''
 def step(self, closure=None, *, scale: float = 1.0) -> bool:
@@ -162,25 +161,3 @@ def test_what_is_not_there_has_no_digest():
     assert seen("def broken(:", "broken") == ("", None)
     with looking_at(source(DATA)):
         assert digest("toy.elsewhere:Config") == ""
-
-
-def test_the_lines_that_changed_are_code():
-    new = (
-        DATA.replace("Of many lines.", "Of few.")
-        .replace("rate: float = 1.0", "# how fast\n    rate: float = 2.0")
-        .replace("    name: str\n", "")
-    )
-    _, before = seen(DATA, "Config.__init__")
-    _, after = seen(new, "Config.__init__")
-    assert changed_lines(before, after) == [
-        "-    rate: float = 1.0",
-        "-    name: str",
-        "+    rate: float = 2.0",
-    ]
-    assert changed_lines(before, before) == []
-
-
-def test_a_form_feed_begins_no_line():
-    texts = [f"\f\ndef scale(value):\n    return {result}\n" for result in ("value", "-value")]
-    before, after = (seen(text, "scale")[1] for text in texts)
-    assert changed_lines(before, after) == ["-    return value", "+    return -value"]

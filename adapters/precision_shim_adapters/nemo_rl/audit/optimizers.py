@@ -9,12 +9,11 @@ from precision_shim.adapting import Call, around, in_force, seam
 from precision_shim.auditing import meters
 from precision_shim.auditing.automatic import watch
 from precision_shim.auditing.weight_audit import tell_asked
-from precision_shim.precision.dtypes import name_of
 
 from ...common.ray_actors import put_in_front
 from ...torch_fp16 import ScaledTraining
-from ..rollout import asked_of, rollout_dtype
-from ..training.dtensor import DTYPES, FRAMEWORK, TRAIN, add_figures, written
+from ..rollout import asked_of
+from ..training.dtensor import FRAMEWORK, TRAIN, add_figures, written
 from ..training.workers import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
 
 FEATURE = "audit"
@@ -40,16 +39,14 @@ def see(worker: Any) -> None:
         _tell_audit(worker)
 
 
-def _tell_audit(worker: Any) -> Mapping[str, Any] | None:
-    """Report the dtype of the rollout; return the worker's config, or ``None`` without rollout."""
+def _tell_audit(worker: Any) -> None:
+    """Report the dtype of the rollout, if the worker has one."""
     config = getattr(worker, "cfg", None)
     if group_at(worker) == VALUE_V2 or not isinstance(config, Mapping):
-        return None
+        return
     asked = asked_of(config)
-    if asked is None:
-        return None
-    tell_asked(FRAMEWORK, *asked)
-    return config
+    if asked is not None:
+        tell_asked(FRAMEWORK, *asked)
 
 
 class AuditedWorker:
@@ -101,21 +98,8 @@ def look_at(call: Call) -> Any:
 )
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     """Add the fractions of weight updates that are lost to rounding to the metrics of ``train``."""
-    _tell_meter(call.instance)
+    _tell_audit(call.instance)
     result = call.proceed()
     if not eval_mode:
         add_figures(result, meters.metrics(getattr(call.instance, "optimizer", None)))
     return result
-
-
-def _tell_meter(worker: Any) -> None:
-    """Record the dtypes of the weights for the rollout, to measure updates lost to rounding.
-
-    DTensor workers first cast weights to the policy's dtype. All workers merge LoRA while sending.
-    """
-    config = _tell_audit(worker)
-    if config is not None:
-        precision = str(config.get("precision"))
-        own = [DTYPES[precision]] if group_at(worker) and precision in DTYPES else []
-        optimizer = getattr(worker, "optimizer", None)
-        meters.tell_rollout(optimizer, *map(name_of, own), rollout_dtype(config))

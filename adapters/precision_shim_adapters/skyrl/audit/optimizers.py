@@ -10,7 +10,7 @@ from precision_shim.auditing.automatic import tell_without_effect, watch
 from precision_shim.auditing.weight_audit import is_wanted, tell_asked
 
 from ...torch_fp16 import ScaledTraining
-from ..rollout.dtypes import asked_of, way_of_weights
+from ..rollout.dtypes import asked_of
 from ..training.dtype_keys import of_fsdp
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
@@ -79,12 +79,7 @@ def report_lost_updates(call: Call) -> Any:
     **_LOST,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
-    """Record the inference engines' weight dtypes, for the audit and the count of lost updates."""
-    worker = call.instance
+    """Record the inference engines' weight dtypes, for the audit."""
     if is_wanted():
         tell_asked("skyrl", *asked_of(inference_engine_cfg))
-    names = way_of_weights(inference_engine_cfg, str(worker.cfg.policy.model.path))
-    # Megatron-Bridge merges LoRA into the weights that it exports.
-    factors = worker.cfg.strategy != "megatron"
-    meters.tell_rollout(getattr(worker, "optimizer", None), *names, factors=factors)
     return await call.proceed()

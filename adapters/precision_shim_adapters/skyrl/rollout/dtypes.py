@@ -235,14 +235,6 @@ def asked_of(engines: Any) -> tuple[str, str]:
     return ENGINE_NAMES.get(computes, computes), key
 
 
-def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
-    """Names of the dtypes to which a sync rounds a policy's weight; ``"auto"`` if not known."""
-    computes = {engine.computes for engine in _rollouts(engines, path)}
-    if len(computes) > 1 or engines.weight_sync_backend == "delta":
-        return (AUTO,)  # a delta sync sends weights in the base checkpoint's dtypes
-    return (_canonical(named(engines.model_dtype)), *computes)
-
-
 def base_dtypes(publisher: Any) -> frozenset[str]:
     """Canonical names of the dtypes in a delta sync's base checkpoint; empty but on rank 0."""
     if publisher._current_rank() != 0:

@@ -55,7 +55,6 @@ def policy(call: Call, generator_dtype: Any = None) -> None:
     dtype = parse_dtype(str(generator_dtype or ""))
     if dtype is not None:
         short = name_of(dtype)
-        meters.tell_rollout(call.instance.optimizers, short)
         tell_asked(FRAMEWORK, ENGINE_NAMES.get(short, short), KEY)
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from precision_shim.adapting import Call, at_uninstall, seam
-from precision_shim.auditing import meters, weight_audit
+from precision_shim.auditing import weight_audit
 from precision_shim.errors import DtypeError
 
 from ..rollout import dtypes, weight_sync
@@ -122,13 +122,11 @@ async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
     **LEGACY,
 )
 def know_legacy_rollout(call: Call) -> Any:
-    """Record the dtype of verl 0.7.1's rollout, for the lost-update meter and for the audit."""
+    """Record the dtype of verl 0.7.1's rollout, for the audit."""
     result = call.proceed()
     worker = call.instance
-    if worker._is_actor and worker._is_rollout:
-        if weight_audit.is_wanted():
-            _tell_asked(worker)
-            _legacy[:] = [type(worker).__module__]
-            at_uninstall(_legacy.clear)
-        meters.tell_rollout(worker.actor_optimizer, dtypes.rollout_dtype(worker.config))
+    if worker._is_actor and worker._is_rollout and weight_audit.is_wanted():
+        _tell_asked(worker)
+        _legacy[:] = [type(worker).__module__]
+        at_uninstall(_legacy.clear)
     return result

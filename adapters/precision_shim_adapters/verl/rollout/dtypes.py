@@ -152,19 +152,6 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     return AUTO if value is None else engine_name(value, key, versioned("verl")), key
 
 
-def rollout_dtype(shared: Any) -> str:
-    """Canonical name of the dtype in which a worker's rollout computes; ``"auto"`` if unknown.
-
-    ``shared`` is the section ``actor_rollout_ref``.
-
-    Raises:
-        DtypeError: no engine computes in the rollout's dtype.
-    """
-    section, path = shared.rollout, str(getattr(shared.model, "path", "") or "")
-    engine = _of_rollout(section, "rollout", ROLLOUT)
-    return resolve_by_model(engine, str(section.get("name")), path).computes
-
-
 def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
     asked, key = asked_dtype(section, place)
     inner = _section(_section(section, "engine_kwargs"), str(section.get("name") or ""))

@@ -25,15 +25,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
-from precision_shim.auditing import meters
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.precision.agreement import AUTO, CANONICAL
+from precision_shim.precision.agreement import AUTO
 
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE
 from ..training.engines import TITAN
 from ..training.fsdp import SHARDED
-from .dtypes import ROLLOUT, asked_dtype, rollout_dtype
+from .dtypes import ROLLOUT, asked_dtype
 
 FSDP, TITANS, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
 """Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""
@@ -50,11 +49,8 @@ _INIT: dict[str, Any] = {
 }
 _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
-_asked: WeakKeyDictionary[Any, tuple[str, str, str]] = WeakKeyDictionary()
-"""Maps an actor's engine to the rollout dtype's name, its config key and its canonical name."""
-
-_sends_factors: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Maps an actor's engine to whether the rollout would receive LoRA's factors without a merge."""
+_asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
+"""Maps an actor's engine to the rollout dtype's name and its config key."""
 
 _ROUTER = re.compile(r"\.(gate|router)\.|(correction|router|expert)_bias$")
 """Names of a router's weights in Hugging Face's models."""
@@ -80,21 +76,8 @@ def announce(call: Call) -> Any:
         return call.proceed()
     asked = asked_dtype(worker.config.rollout, ROLLOUT)
     result = call.proceed()
-    engine = worker.actor.engine
-    _asked[engine] = (*asked, rollout_dtype(worker.config))
-    # verl's checkpoint engines get a model's base weights, without its adapters.
-    _sends_factors[engine] = _backend(worker.config.rollout) in ("", "naive")
-    _tell_meter(engine)
+    _asked[worker.actor.engine] = asked
     return result
-
-
-def _tell_meter(engine: Any, *before: str) -> None:
-    """Tell the lost-update meter that weights round to ``before``, then to the rollout's dtype."""
-    lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
-    *_, computes = _asked.get(engine, (AUTO,))
-    optimizer = getattr(engine, "optimizer", None)
-    factors = _sends_factors.get(engine, False) and not lora.get("merge")
-    meters.tell_rollout(optimizer, *before, computes, factors=factors)
 
 
 @seam(
@@ -125,7 +108,6 @@ def send_weights(call: Call) -> Any:
     engine = call.instance
     found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
     if getattr(engine, "_qat_enabled", False) and _to_mend(engine, found.get("params")):
-        _tell_meter(engine, "")  # the meter omits quantised weights
         return _left(
             engine, result, "quantisation-aware training quantises what verl rounded to bf16"
         )
@@ -151,12 +133,11 @@ def send_weights(call: Call) -> Any:
 
 def _to_mend(engine: Any, stream: Any) -> bool:
     """Whether verl's unstarted generator rounds to bf16 although the config sets another dtype."""
-    name, key, _ = _asked.get(engine, (_BF16, "", ""))
+    name, key = _asked.get(engine, (_BF16, ""))
     if name == _BF16 or not _rounds(stream):
         return False
     if name == AUTO:
         _tell_auto(key, "verl rounds every weight to bf16 on the way to the rollout")
-        _tell_meter(engine, "bf16")
     return name != AUTO
 
 
@@ -169,7 +150,7 @@ def _rounds(stream: Any) -> bool:
 
 
 def _wire(engine: Any) -> torch.dtype:
-    name, *_ = _asked[engine]
+    name, _ = _asked[engine]
     reason = "verl itself would round them to bf16 on the way"
     chosen = "as the trainer stores them" if name == "float32" else f"{name}, rounded once"
     decide("verl", _SUBJECT, FEATURE, chosen, reason)
@@ -179,7 +160,7 @@ def _wire(engine: Any) -> torch.dtype:
 
 def _left(engine: Any, result: Any, reason: str = "") -> Any:
     reason = reason or f"{result[0].gi_code.co_name} is a generator that the shim does not know"
-    name, key, _ = _asked[engine]
+    name, key = _asked[engine]
     message = (
         f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
         f": {reason}, so the shim leaves verl's weight sync as it is. Write {key}=bfloat16 and "
@@ -189,8 +170,6 @@ def _left(engine: Any, result: Any, reason: str = "") -> Any:
         raise UnsupportedPrecisionError(message)
     warn(message)
     decide("verl", _SUBJECT, FEATURE, "left as verl sends them, rounded to bf16", reason)
-    if not getattr(engine, "_qat_enabled", False):
-        _tell_meter(engine, "bf16")
     return result
 
 
@@ -284,11 +263,9 @@ def checkpoint_engine(call: Call) -> Any:
     result = call.proceed()
     sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
     if delta or rounds_weights(sender):
-        engine = worker.actor.engine
         name = "" if refusal else _set_dtype(sender, rollout)
-        _tell_meter(engine, CANONICAL.get(name, "bf16"))
         if delta and name:
-            _deltas[engine] = name
+            _deltas[worker.actor.engine] = name
     return result
 
 

@@ -1,0 +1,114 @@
+"""The record of symbols: add what is installed here to it, or show what a release changes.
+
+    python tests/environments/symbol_record.py FILE
+    python tests/environments/symbol_record.py --changes PATH FRAMEWORK
+
+The first form adds the digests of the installed frameworks to FILE. The second compares the symbols
+of a wheel or folder with the installed ones, and shows the lines that went or came.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from precision_shim.process import registry, standby, versions
+from precision_shim.process import symbols as _symbols
+from precision_shim.process.digest import digest, digest_of
+from precision_shim.process.framework import Adapter
+from precision_shim.process.symbols import Record, in_order, plain
+from precision_shim.seams._source import Definition, definition, looking_at
+from precision_shim_tools.upstream.trees import open_tree, over
+
+
+def write(record: Record, path: Path) -> None:
+    """Write a record in a fixed order, so that equal records give equal files."""
+    ordered = {
+        distribution: {
+            target: {digest: in_order(versions) for digest, versions in sorted(digests.items())}
+            for target, digests in sorted(targets.items())
+        }
+        for distribution, targets in sorted(record.items())
+    }
+    path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
+    """Add a version's symbols to ``record`` in place, and remove the version's earlier digests.
+
+    ``version`` loses a local part, such as ``+cu128``. ``digests`` is by ``"module:name"``; a
+    digest is empty if this version lacks the symbol.
+    """
+    version = plain(version)
+    known = record.setdefault(distribution, {})
+    for target, current in digests.items():
+        kept = {
+            earlier: [other for other in versions if other != version]
+            for earlier, versions in known.pop(target, {}).items()
+        }
+        if current:
+            kept[current] = in_order([*kept.get(current, ()), version])
+        kept = {recorded: versions for recorded, versions in kept.items() if versions}
+        if kept:
+            known[target] = kept
+    if not known:
+        del record[distribution]
+
+
+def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
+    """Yield name, version and digests of each patched distribution whose version is known."""
+    packages = {name: (package,) for package, name in registry.shared().items()}
+    for name, targets in _symbols.targets_by_distribution(adapter).items():
+        version = versions.version_of(name, packages.get(name, adapter.packages))
+        if version not in (None, "unknown"):
+            yield name, str(version), {target: digest(target) for target in targets}
+
+
+def record(file: Path) -> None:
+    """Add the digests of what is installed here to a file of symbols."""
+    known = _symbols.read_symbols(file)
+    for entry in registry.entries(third_party=False).values():
+        if versions.version_of(entry.distribution, entry.packages) is not None:
+            for name, version, digests in installed_digests(registry.load(entry)):
+                add(known, name, version, digests)
+                print(f"{name} {version}: {sum(map(bool, digests.values()))} symbols")
+    write(known, file)
+
+
+def changes(path: Path, framework: str) -> None:
+    """Print each symbol of a framework that ``path`` has, compared with the installed one."""
+    entry = registry.entries()[framework]
+    tree = open_tree(path, (*entry.packages, *registry.shared()))
+    with looking_at(over(tree)):
+        adapter = registry.load(entry)
+        targets = [
+            one for each in _symbols.targets_by_distribution(adapter).values() for one in each
+        ]
+        there = {one: definition(one) for one in targets if tree.owns(one.partition(":")[0])}
+    for target, new in there.items():
+        old = definition(target)
+        if old is None or new is None:
+            if old or new:
+                print("new " if new else "gone", target)
+        elif digest_of(old.node) == digest_of(new.node):
+            print("same", target)
+        else:
+            print("changed", target)
+            lines = difflib.unified_diff(_lines(old), _lines(new), lineterm="", n=0)
+            print(*(f"    {one}" for one in lines if one[:3] not in ("---", "+++")), sep="\n")
+
+
+def _lines(found: Definition) -> list[str]:
+    return ast.unparse(found.node).splitlines()
+
+
+if __name__ == "__main__":
+    standby.stop()  # nothing that is read here may be patched
+    if sys.argv[1] == "--changes":
+        changes(Path(sys.argv[2]), sys.argv[3])
+    else:
+        record(Path(sys.argv[1]))
