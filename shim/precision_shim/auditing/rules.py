@@ -78,11 +78,9 @@ def problems(
         yield tell("step-count", None, "a step count in fp32", low, remedy)
     for component, dtype in expected.items():
         there = part.components[component]
-        if there.state == "later" and not there.dtypes:
-            continue  # the dtypes are unknown before the first step
-        if dtype == "uint8" and there.dtypes == ("fp8",):
-            continue
-        if there.dtypes != (dtype,) and (there.dtypes or reading.owned):
+        unknown = there.state == "later" and not there.dtypes  # before the first step
+        as_meant = unknown or there.dtypes in ((dtype,), ("fp8",) if dtype == "uint8" else (dtype,))
+        if not as_meant and (there.dtypes or reading.owned):
             found = "+".join(there.dtypes) or NOTHING
             yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")
     wanted = reading.wanted
