@@ -165,7 +165,7 @@ def test_the_verdict_on_parameter_groups(
                 done[on, lr] = told_by(type(error).__name__)
     assert told == done
     assert done[True, 1e-2] == "exact"
-    assert "lr=0.01" in ask(tmp_path / "saved", "verl").outcome.because
+    assert "lr=0.01" in ask(tmp_path / "saved", "verl", on=True).outcome.because
 
 
 def test_the_settings_by_which_megatron_finds_a_group(cpu: None) -> None:

@@ -283,7 +283,7 @@ def _masters_with_shim(part: CheckpointPart, live: Live) -> Outcome | None:
 
 def _cannot_load(part: CheckpointPart, live: Live, sharding: str) -> str:
     """Why Megatron, without the shim, cannot load this form; empty if it can."""
-    if sharding in KEYED and not live.precision_aware and "fp32" in part.facts["owned"]:
+    if sharding in KEYED and not live.precision_aware and "fp32" in part.facts.get("owned", ()):
         return "Megatron loads with autograd on, and cannot write fp32 parameters"
     now = release(version_of("megatron-core", ("megatron",)) or "")
     if live.precision_aware and sharding == "dp_reshardable" and now < _TAKES_PADDING:
@@ -346,15 +346,15 @@ def _judge_groups(
                 unlike |= {key: group.get(name) for key, name in fields.items()}
         unlike = {key: rate for key, rate in unlike.items() if config.get(key) != rate}
         differing = ", ".join(merged(saved, keys))
-        if differing and not shimmed:
-            why = f"Megatron does not tell its parameter groups apart by {differing}"
-            return Outcome("misread", f"{why}: all would get the settings of the last")
-        if None in restored(live, saved, keys):
+        if shimmed and None in restored(live, saved, keys):
             return Outcome("refused", f"the job's groups have other {differing} than those saved")
         known = {named(group, keys) for group in saved}
         if any(named(group, keys) not in known for group in live):
             why = "Megatron finds a group by its learning rates: the load ends in a KeyError"
             return Outcome("fails", why, _written(unlike) or "the saved decoupled rates")
+        if differing and not shimmed:
+            why = f"Megatron does not tell its parameter groups apart by {differing}"
+            return Outcome("misread", f"{why}: all would get the settings of the last")
         told += f", if the job's groups have the saved {differing}" if differing else ""
     if unlike and core < RATES_SINCE:
         return f"{told}, with the saved {_written(unlike)} whatever the job's config says"

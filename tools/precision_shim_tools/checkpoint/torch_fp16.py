@@ -82,8 +82,8 @@ def _owners(part: CheckpointPart) -> Iterator[tuple[str, str, str, set[str]]]:
 
     torch names a state by its parameter's name, or by its number among the optimizer's parameters.
     """
-    every = part.held.get("params", [])
-    kept = {id(tensor) for tensor in every}
+    kept = {id(tensor) for tensor in part.held.get("params", ())}
+    every = {*part.dtypes("params")}
     weights: dict[str, dict[str, Tensor]] = {}
     moments: dict[str, list[tuple[str, str, Tensor]]] = {}
     for unit in part.units:
@@ -108,8 +108,7 @@ def _owners(part: CheckpointPart) -> Iterator[tuple[str, str, str, set[str]]]:
                 ".".join(ends[i:]): near[n] for n, ends in words.items() for i in range(len(ends))
             }
         for whose, name, tensor in states:
-            dtypes = {one.dtype for one in ([own[whose]] if whose in own else every)}
-            yield whose, name, tensor.dtype, dtypes
+            yield whose, name, tensor.dtype, {own[whose].dtype} if whose in own else every
 
 
 def predict_scaler(
