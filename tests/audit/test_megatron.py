@@ -63,7 +63,6 @@ def test_sums_in_fp32_beside_a_bf16_bucket(one_process: Any, aware: bool) -> Non
     assert (buckets.dtypes, buckets.bytes_per_parameter) == (("bf16",), 6.0)
     assert found.totals["allocated"] == held
     assert codes(found) == ([] if aware else ["main-grads-dtype"])
-    assert all(f"leave {name} out" in one.message for one in found.problems for name in SUMS)
 
 
 @pytest.mark.parametrize("name", builds.EIGHT)

@@ -54,12 +54,11 @@ def test_moments_that_offload_keeps_in_fp32(gpu: FakeGpu) -> None:
     builds.step_without_forward(*made)
     (problem,) = precision_shim.audit(*made).problems
     assert problem.code == "moment-dtype"
-    assert "leave exp_avg_dtype out" in problem.message
-    assert "or set optimizer_cpu_offload=False" in problem.message
+    assert "is made, without optimizer_cpu_offload, or leave it out" in problem.message
 
 
 def test_megatron_offloads_no_fp32_parameters(gpu: FakeGpu) -> None:
-    """``legality.offload_fault`` says this; delete it where this no longer raises."""
+    """The plan refuses this; see ``problems_of``."""
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
         builds.make(builds.Build(builds.FP32, config=OFFLOAD))
 

@@ -9,7 +9,7 @@ import torch
 
 from ..precision.dtypes import live_name, name_of
 from .reading import Owned, Reading, local, plain, unique
-from .record import COMPONENTS, OF_MODEL, AuditComponent
+from .record import COMPONENTS, MOMENTS, OF_MODEL, AuditComponent
 
 _Tensors = Iterable[torch.Tensor]
 
@@ -25,6 +25,7 @@ class Measured:
         elements: number of elements.
         dtypes: names of the tensors' dtypes.
         devices: device types of the tensors.
+        fp8: whether bytes are fp8, as in TransformerEngine's tensors; else they are codes.
     """
 
     bytes: int = 0
@@ -33,6 +34,7 @@ class Measured:
     elements: int = 0
     dtypes: set[str] = field(default_factory=set)
     devices: set[str] = field(default_factory=set)
+    fp8: bool = False
 
 
 def measure(readings: Sequence[Reading]) -> list[dict[str, Measured]]:
@@ -45,35 +47,28 @@ def measure(readings: Sequence[Reading]) -> list[dict[str, Measured]]:
         before = set(counted)
         for reading, sizes in zip(readings, found, strict=True):
             tensors, more = _tensors(reading, component)
-            sizes[component] = size = Measured()
-            fp8 = torch.uint8 in reading.declared(component)
+            told = (
+                getattr(reading.declared_states, component, None) if component in MOMENTS else None
+            )
+            fp8 = told is not None and any(told(s.stepped) is torch.uint8 for s in reading.owned)
+            sizes[component] = size = Measured(fp8=fp8)
             for tensor in unique(tensors):
-                _count(size, tensor, reading.padding.get(id(tensor), 0), before, counted, fp8=fp8)
-            for tensor in reading.local_sums if component == "grad_buckets" else ():
-                size.bytes += tensor.untyped_storage().nbytes()
-                _count_storage(size, tensor, counted)
+                _count(size, tensor, reading.padding.get(id(tensor), 0), before, counted)
             for tensor in more:
                 for piece in plain(tensor):
                     _count_storage(size, piece, counted)
+            for tensor in reading.local_sums if component == "grad_buckets" else ():
+                size.bytes += tensor.untyped_storage().nbytes()
+                _count_storage(size, tensor, counted)
     return found
 
 
 def _count(
-    size: Measured,
-    tensor: torch.Tensor,
-    padded: int,
-    before: set[int],
-    counted: set[int],
-    *,
-    fp8: bool,
+    size: Measured, tensor: torch.Tensor, padded: int, before: set[int], counted: set[int]
 ) -> None:
-    """Add a tensor to a component, unless an earlier component has its storage.
-
-    ``fp8``: whether bytes in it are fp8, as in TransformerEngine's tensors; else they are codes.
-    """
+    """Add a tensor to a component, unless an earlier component has its storage."""
     held = local(tensor)
-    fp8 = fp8 or hasattr(held, "_fp8_dtype")
-    numel = held.numel()
+    fp8, numel = size.fp8 or hasattr(held, "_fp8_dtype"), held.numel()
     if not numel:
         if tensor.numel():  # a DTensor without elements on this rank
             size.dtypes.add(live_name(tensor.dtype, fp8=fp8))

@@ -215,13 +215,6 @@ class Reading:
             return None
         return type(self.scaler).__name__
 
-    def declared(self, component: str) -> set[torch.dtype | None]:
-        """Return the dtypes that the optimizer declares for a moment; empty without any."""
-        tell = getattr(self.declared_states, component, None)
-        if tell is None or component == "master":
-            return set()
-        return {tell(state.stepped) for state in self.owned}
-
     def later(self, component: str) -> set[torch.dtype]:
         """Return the dtypes that a later step will create, of masters or of a moment."""
         waiting = [state for state in self.owned if not state.has_state]
@@ -235,11 +228,6 @@ class Reading:
         else:
             found = {tell(state.stepped) for state in waiting}
         return found - {None}
-
-
-def is_master(copy: torch.dtype, dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether a copy in the dtype ``copy`` of parameters in ``dtypes`` has bits that these lack."""
-    return copy.itemsize > 2 and any(dtype.itemsize < copy.itemsize for dtype in dtypes)
 
 
 def unique(tensors: Iterable[Any]) -> list[Any]:

@@ -133,13 +133,12 @@ _Contradiction = tuple[str, str | None, str, str, dict[str, str]]
 def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction]:
     # The gradients of fp32 parameters are fp32, regardless of the config.
     due_of = {torch.float32: torch.float32, **dict.fromkeys(SIXTEEN_BIT, wanted.main_grads)}
-    others: dict[torch.dtype, set[torch.dtype]] = {}
-    for parameter in reading.trainable:
-        must, view = due_of.get(parameter.dtype), reading.bucket_views.get(id(parameter))
-        if must is not None and view is not None and view.dtype is not must:
-            others.setdefault(must, set()).add(view.dtype)
-    for must, found in others.items():
-        yield "main-grads-dtype", "grad_buckets", name_of(must), _names(found), {}
+    views = reading.bucket_views
+    pairs = {(p.dtype, views[id(p)].dtype) for p in reading.trainable if id(p) in views}
+    for must in dict.fromkeys(due_of.values()):
+        others = {found for dtype, found in pairs if due_of.get(dtype) is must} - {must}
+        if must is not None and others:
+            yield "main-grads-dtype", "grad_buckets", name_of(must), _names(others), {}
     for moment in ("exp_avg", "exp_avg_sq"):
         due: torch.dtype | None = getattr(wanted, moment)
         states = (getattr(state, moment) for state in reading.owned)

@@ -13,16 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..precision.effect import COMPUTES, REDUCES
-from .reading import (
-    SIXTEEN_BIT,
-    DeclaredStates,
-    Owned,
-    Reading,
-    gradients_of,
-    is_master,
-    tensors_of,
-    unique,
-)
+from .reading import SIXTEEN_BIT, DeclaredStates, Owned, Reading, gradients_of, tensors_of, unique
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 """Names of device mesh dimensions that divide the model instead of the data."""
@@ -33,7 +24,7 @@ def read_torch(
 ) -> list[Reading]:
     """Read torch's single optimizers of a model; there may be no modules and no scaler."""
     in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
-    trained = {p.dtype for chunk in chunks for p in chunk.parameters() if p.requires_grad}
+    widths = {p.dtype.itemsize for c in chunks for p in c.parameters() if p.requires_grad}
     in_model |= {id(shard) for shard in shards_by_gathered(chunks).values()}
     flat = _flat_parameters(chunks)
     readings, mixed = [], mixed_dtypes(chunks)
@@ -43,7 +34,8 @@ def read_torch(
         reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler, mixed=mixed)
         for p in params:
             foreign = bool(chunks) and id(p) not in in_model
-            master = foreign and is_master(p.dtype, trained)
+            # A master is in fp32 or fp64, and has bits that a parameter of the model lacks.
+            master = foreign and p.dtype.itemsize > max(2, min(widths, default=2))
             used = p.grad is not None or optimizer.state.get(p)
             if not (p.requires_grad or foreign or used):
                 # verl also passes frozen parameters to the optimizer if it trains with LoRA.

@@ -16,7 +16,7 @@ class Precision:
     Attributes:
         gradients: dtype of the gradients between the backward pass and the step.
         buckets: whether the gradients are in the model's unsharded buckets.
-        sums: dtype of the sums of gradients that each rank keeps beside the buckets.
+        sums: whether each rank keeps fp32 sums of the gradients beside the buckets.
         copies: whether the step makes fp32 copies of the owned gradients.
         offloaded: share of the optimizer states in the host's memory, from 0 to 1.
         quantized: dtype in which a part of the parameters is stored, with as many bytes.
@@ -29,7 +29,7 @@ class Precision:
     exp_avg: str = ""
     exp_avg_sq: str = ""
     buckets: bool = True
-    sums: str = ""
+    sums: bool = False
     copies: bool = False
     offloaded: float = 0.0
     quantized: str = ""
@@ -68,13 +68,12 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Plann
     left = trainable - gone
     masters = trainable if precision.offload_keeps_master else left
     gradients = "grad_buckets" if precision.buckets else "grad_copies"
+    times = 1 + SIZES["fp32"] // SIZES[precision.gradients] if precision.sums else 1
     sharded_gradients = sharded and not precision.buckets
     held = {
         "params": _held(share, trainable, precision.params, share.params_sharded),
         "frozen": _held(share, share.frozen, precision.params, share.params_sharded),
-        gradients: _held(
-            share, trainable, precision.gradients, sharded_gradients, beside=precision.sums
-        ),
+        gradients: _held(share, times * trainable, precision.gradients, sharded_gradients),
         "master": _held(share, masters, precision.master, sharded, gone),
         "exp_avg": _held(share, left, precision.exp_avg, sharded, gone),
         "exp_avg_sq": _held(share, left, precision.exp_avg_sq, sharded, gone),
@@ -98,15 +97,10 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Plann
     )
 
 
-def _held(
-    share: Share, numel: int, dtype: str, sharded: bool, gone: int = 0, *, beside: str = ""
-) -> ComponentSize:
-    """Count ``numel`` elements on the GPU, and ``gone`` fp32 elements in the host's memory.
-
-    ``beside``: dtype of further elements, of which the component's dtype does not tell.
-    """
+def _held(share: Share, numel: int, dtype: str, sharded: bool, gone: int = 0) -> ComponentSize:
+    """Count ``numel`` elements on the GPU, and ``gone`` fp32 elements in the host's memory."""
     ranks = 1 if sharded else share.group
-    here = numel * sum(SIZES[name] for name in (dtype, beside) if name) * ranks
+    here = numel * SIZES[dtype] * ranks if dtype else 0
     there = gone * SIZES["fp32"] * ranks
     dtypes = {name for name, size in ((dtype, here), ("fp32", there)) if size}
     host = _mean(there, share.group)

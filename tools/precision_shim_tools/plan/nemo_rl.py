@@ -235,11 +235,15 @@ def _check_names(section: Mapping[str, Any], key: str) -> None:
 
 
 def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """Yield a problem for each optimizer flag that NeMo-RL refuses because of ``precision``."""
+    """Yield a problem for each optimizer field that NeMo-RL itself refuses."""
+    place, precision = f"{key}.megatron_cfg.optimizer", section["precision"]
+    optimizer, part = section["megatron_cfg"]["optimizer"], "optimizer_offload_fraction"
+    if optimizer.get("optimizer_cpu_offload") and optimizer.get(part) != 1.0:
+        fault = f"{_where()}: {part}={optimizer.get(part)}: it takes 1.0 with optimizer_cpu_offload"
+        remedy = "Write 1.0, or optimizer_cpu_offload: false."
+        yield Problem("offload", subject, f"{place}.{part}", fault, remedy)
     if not any(PRECISION_AWARE in look(function).names for function in _CHECKS):
         return  # NeMo-RL 0.4 checks no flags
-    place, precision = f"{key}.megatron_cfg.optimizer", section["precision"]
-    optimizer = section["megatron_cfg"]["optimizer"]
     needed = _FLAGS.get(DTYPES[precision])
     written = [flag for flag in _FLAGS.values() if optimizer.get(flag)]
     wrong = written if needed is None else written[1:]
@@ -251,15 +255,6 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
     remedy = f"Write {pairs.lower()}."
     for flag in wrong:
         yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
-
-
-def _offloads_a_part(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """Yield a problem if NeMo-RL refuses the share of an optimizer that is on the CPU."""
-    name, optimizer = "optimizer_offload_fraction", section["megatron_cfg"]["optimizer"]
-    if optimizer.get("optimizer_cpu_offload") and optimizer.get(name) != 1.0:
-        fault = f"{_where()}: {name}={optimizer.get(name)}: it takes 1.0 with optimizer_cpu_offload"
-        place, remedy = f"{key}.megatron_cfg.optimizer.{name}", "optimizer_cpu_offload: false"
-        yield Problem("offload", subject, place, fault, f"Write 1.0, or {remedy}.")
 
 
 def _refuse_adapters(job: Job, section: Mapping[str, Any], key: str) -> None:
@@ -294,16 +289,13 @@ def _on_megatron(
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{ddp}.grad_reduce_in_fp32",
-        buckets={name: value for name, value in buckets.items() if name != SUMS},
+        buckets={name: value for name, value in buckets.items() if name != SUMS},  # not passed on
         prefix="++",
         quantized=quantized_in(fp8) if fp8.get("enabled") else "",
         layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},
         layers_key=f"{where}.{{}}",
         gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
-        illegal=(
-            *_offloads_a_part(complete, key, subject),
-            *(_flags(complete, key, subject) if trains else ()),
-        ),
+        illegal=tuple(_flags(complete, key, subject)) if trains else (),
         unscaled="the first fp16 overflow ends the job, by check_for_nan_in_grad",
     )
 

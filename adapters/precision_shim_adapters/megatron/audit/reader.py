@@ -27,7 +27,6 @@ from precision_shim.auditing.torch_reader import read_inner
 from precision_shim.precision.dtypes import any_dtype, name_of, read_dtype
 
 from ..buffers import grad_buffers
-from ..policy.bucket import SUMS
 from ..training.config_dtypes import dtype_fields
 
 _BUCKET = (
@@ -39,7 +38,8 @@ REMEDIES = {
     "main-grads-dtype fp32": f"{_BUCKET.format(value=True)}, and make no parameters fp32 after the "
     "DDP was built",
     "moment-dtype": "{optimizer}'s inner optimizer was not made with the {component}_dtype that "
-    "the {source} has now, or cannot keep it: set it where the config is made, or leave it out",
+    "the {source} has now, or keeps fp32, as with optimizer_cpu_offload: set it where the config "
+    "is made, without optimizer_cpu_offload, or leave it out",
     "master-missing": "the optimizer steps {params} parameters themselves, and small updates round "
     "away: set bf16 or fp16 in the OptimizerConfig, so that Megatron keeps masters",
     "master-dtype": "set the field where the OptimizerConfig is made, before the optimizer",
@@ -54,10 +54,6 @@ REMEDIES = {
     "write one of these before the model is built",
 }
 """Maps the code of a contradiction between tensors and OptimizerConfig to the remedy."""
-_OFFLOADED = (
-    "optimizer_cpu_offload keeps the moments in fp32: leave {component}_dtype out of the {source}, "
-    "or set optimizer_cpu_offload=False"
-)
 
 
 def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
@@ -134,18 +130,14 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         # Frameworks that offload parameters keep copies in ``param_data_cpu`` and ``cpu_data``.
         copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
         reading.also_params += [one for one in (data, *copies) if isinstance(one, torch.Tensor)]
-    gradients = [grad for p in trained if (grad := getattr(p, "main_grad", None)) is not None]
-    reading.bucket_views = {
-        id(p): view for p in reading.trainable if (view := _in_bucket(p)) is not None
-    }
-    if reading.local_sums and reading.wanted is not None:
-        named, key = dict(reading.wanted.remedies), "main-grads-dtype fp32"
-        named[key] = f"leave {SUMS} out; {named[key]}"
-        reading.wanted = replace(reading.wanted, remedies=named)
+    sums = "main_grad_copy_in_grad_buffer"  # beside it ``main_grad`` is a sum in fp32
+    views = ((p, getattr(p, sums, getattr(p, "main_grad", None))) for p in reading.trainable)
+    reading.bucket_views = {id(p): view for p, view in views if view is not None}
     _read_states(reading, inner, pairs)
     dtypes = {p.dtype for p in trained}
     own = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
-    in_fp32 = {grad.dtype for grad in gradients} == {torch.float32}
+    in_bucket = {view.dtype for view in reading.bucket_views.values()}
+    in_fp32 = bool(reading.local_sums) or in_bucket == {torch.float32}
     makes_copies = bool(dtypes & set(SIXTEEN_BIT)) and not in_fp32
     reading.copies_later = makes_copies and not own and reading.declared_states.exp_avg is not None
     reading.data_parallel_size = _data_parallel_size(optimizer, buffers, reading.name)
@@ -154,12 +146,6 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     reading.sharded |= meshed and reading.data_parallel_size > 1
     reading.params_sharded = meshed and reading.sharded
     return reading
-
-
-def _in_bucket(parameter: Any) -> Any:
-    """Return a gradient's view into its bucket, which ``main_grad`` is unless it is an fp32 sum."""
-    own = getattr(parameter, "main_grad", None)
-    return getattr(parameter, "main_grad_copy_in_grad_buffer", own)
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
@@ -259,9 +245,6 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
         dtype(name) if aware else fp32
         for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
     )
-    remedies = dict(REMEDIES)
-    if field("optimizer_cpu_offload"):
-        remedies["moment-dtype"] = _OFFLOADED
     remainders = aware and main is fp32 and adam_keeps_masters(field, main)
     remainders = remainders and field("store_param_remainders") is not False
     return Wanted(
@@ -271,5 +254,5 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
         masters={torch.float16: main, torch.bfloat16: torch.int16 if remainders else main},
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
-        remedies=remedies,
+        remedies=REMEDIES,
     )

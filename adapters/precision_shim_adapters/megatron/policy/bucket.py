@@ -6,26 +6,16 @@ dtype. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes
 
-BUCKET = "grad_reduce_in_fp32"
 SUMS = "param_name_patterns_for_fp32_local_accumulation"
 """The field of the DDP's config that adds up some gradients in fp32 on each rank, beside a bucket
-in which the ranks add up in the parameters' dtype: Megatron asserts that ``BUCKET`` is false."""
-
-
-def written_bucket(ddp_config: Mapping[str, Any]) -> bool | None:
-    """``grad_reduce_in_fp32`` as the user's config of the DDP has it, or ``None``."""
-    if BUCKET in ddp_config:
-        return bool(ddp_config[BUCKET])
-    return False if ddp_config.get(SUMS) else None
+in which the ranks add up in the parameters' dtype. Megatron asserts that the bucket is not fp32."""
 
 
 @dataclass(frozen=True)

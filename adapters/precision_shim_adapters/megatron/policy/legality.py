@@ -139,19 +139,6 @@ def quantized_fault(
     return None
 
 
-def offload_fault(
-    config: Mapping[str, Any], dtype: torch.dtype, *, distributed: bool
-) -> tuple[str, str, str] | None:
-    """Return field, problem and remedy if Megatron cannot offload the parameters' optimizer.
-
-    The distributed optimizer's shards of fp32 parameters are views within the autograd graph.
-    """
-    if not (config.get("optimizer_cpu_offload") and distributed and dtype is FP32):
-        return None
-    problem = "Megatron offloads no fp32 parameters: can't optimize a non-leaf Tensor"
-    return "optimizer_cpu_offload", problem, "Write optimizer_cpu_offload: false, or leave it out."
-
-
 NEED_PRECISION_AWARE = (
     "main_grads_dtype",
     "main_params_dtype",

@@ -9,28 +9,11 @@ from typing import Any
 
 from precision_shim.errors import DtypeError
 
-SWITCHES = (
-    "use_precision_aware_optimizer",
-    "use_distributed_optimizer",
-    "store_param_remainders",
-    "optimizer_cpu_offload",
-    "optimizer_cuda_graph",
-    "bf16",
-    "fp16",
-    "grad_reduce_in_fp32",
-    "check_for_nan_in_grad",
-    "use_megatron_fsdp",
-    "fp8_param_gather",
-    "fp4_param_gather",
-    "fp8_param",
-    "fp4_param",
-    "fp32_residual_connection",
-    "overlap_param_gather_with_optimizer_step",
-    "use_layer_wise_param_layout",
-)
-"""The boolean fields of Megatron's configs that the shim reads."""
 
-_TRUE = ("true", "yes", "on")
+def is_switch(annotation: object) -> bool:
+    """Whether a config's field with this annotation takes a boolean, and no string."""
+    text = str(annotation)
+    return "bool" in text and "str" not in text and "Literal" not in text
 
 
 def read_switch(value: Any, key: str, where: str) -> Any:
@@ -41,7 +24,7 @@ def read_switch(value: Any, key: str, where: str) -> Any:
     """
     if not isinstance(value, str):
         return value
-    if value.strip().lower() in _TRUE:
+    if value.strip().lower() in ("true", "yes", "on"):
         return True
     raise DtypeError(
         f"{where}: {key}={value!r} is a string, of which frameworks and Megatron ask only whether "

@@ -20,13 +20,13 @@ from precision_shim.precision.dtypes import coerce_dtype, pick_name
 from precision_shim.seams import definition, find_spec
 
 from ..policy.requested import COERCION, MOSTLY
-from ..policy.switches import SWITCHES, read_switch
+from ..policy.switches import is_switch, read_switch
 from .build import megatron_label
 
 _DDP = "megatron.core.distributed"
 _RESIDUAL = "fp32_residual_connection"
 _LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
-_MODEL = (
+MODEL = (
     "megatron.core.model_parallel_config:ModelParallelConfig",
     "megatron.core.transformer.transformer_config:TransformerConfig",
 )
@@ -47,15 +47,18 @@ def dtype_fields(kind: type) -> Mapping[str, tuple[str, ...]]:
 
 def installed_fields() -> Mapping[str, tuple[str, ...]]:
     """The ``dtype_fields`` of the installed TransformerConfig, without an import of Megatron."""
-    found = filter(None, map(definition, _MODEL))
+    return _takes(installed_annotations(*MODEL))
+
+
+def installed_annotations(*targets: str) -> dict[str, str]:
+    """The annotations of the fields of Megatron's installed classes, without an import."""
+    found = filter(None, map(definition, targets))
     lines = [line for one in found for line in getattr(one.node, "body", ())]
-    return _takes(
-        {
-            ast.unparse(line.target): ast.unparse(line.annotation)
-            for line in lines
-            if isinstance(line, ast.AnnAssign)
-        }
-    )
+    return {
+        ast.unparse(line.target): ast.unparse(line.annotation)
+        for line in lines
+        if isinstance(line, ast.AnnAssign)
+    }
 
 
 def _takes(annotations: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -99,12 +102,12 @@ def coerce_field(value: Any, names: Sequence[str], key: str, but: Sequence[str] 
 def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:
     """Coerce the dtype names in a config, and return its dtype fields; see ``coerce_field``.
 
-    The booleans that the shim reads become booleans, see ``read_switch``.
+    Strings in the place of booleans become booleans; see ``read_switch``.
     """
-    for name in SWITCHES:
-        if isinstance(getattr(config, name, None), str):
-            key = f"{type(config).__name__}.{name}"
-            setattr(config, name, read_switch(getattr(config, name), key, megatron_label()))
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name, None), f"{type(config).__name__}.{field.name}"
+        if isinstance(value, str) and is_switch(field.type):
+            setattr(config, field.name, read_switch(value, key, megatron_label()))
     values = {}
     for name, names in dtype_fields(type(config)).items():
         key = f"{type(config).__name__}.{name}"

@@ -20,7 +20,6 @@ from precision_shim.adapting import Call, collect, seam
 from precision_shim.precision.dtypes import read_dtype
 from precision_shim.seams import Seam
 
-from ..policy.bucket import SUMS
 from ..policy.requested import ALIGNMENT, APPLYING, BUILDING, RequestedConfig
 from .build import building, current_build
 from .optimizer import apply_plan, check, keep_layout
@@ -50,8 +49,7 @@ def requested_by_flags(
             asked[field.name] = value
     # The two flags for the bucket's dtype are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
-    low = [getattr(args, name, None) for name in ("grad_reduce_in_bf16", f"ddp_{SUMS}")]
-    if bucket is None and any(low):
+    if bucket is None and getattr(args, "grad_reduce_in_bf16", False):
         bucket = False
     return RequestedConfig(
         where=where,

@@ -15,12 +15,10 @@ from typing import Any
 
 from precision_shim.adapting import Call, around, seam, versioned
 from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.precision.effect import Written
 
 from ... import megatron
 from ...common.ray_actors import put_in_front
 from ...megatron import BUILDING, SCALING, RequestedConfig, building
-from ...megatron.policy.bucket import SUMS
 from ..audit.optimizers import report_lost_updates
 from .dtensor import BLOCK, FRAMEWORK, TRAIN, add_figures, written
 from .workers import EXPORTED, INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE
@@ -44,8 +42,6 @@ def read_requested(
         blockers.append(f"fp8_cfg.fp8_recipe is {fp8.get('fp8_recipe')!r}, not 'delayed'")
     if megatron_fsdp:
         blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
-    place = f"{role}.megatron_cfg.distributed_data_parallel_config.{SUMS}"
-    sums = [Written(place, ddp[SUMS])] if SUMS in ddp else []  # NeMo-RL does not pass it on
     return RequestedConfig(
         where=f"{where}.megatron_cfg.optimizer",
         subject=subject,
@@ -55,7 +51,7 @@ def read_requested(
         bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
         scaler=config.get(BLOCK) or {},
         scaler_where=f"{where}.{BLOCK}",
-        wrote=(*written(config, role, sharded=False), *sums),
+        wrote=tuple(written(config, role, sharded=False)),
         unchecked=("params_dtype",),  # NeMo-RL's YAMLs set params_dtype; Megatron ignores it
         trains=trains,
     )

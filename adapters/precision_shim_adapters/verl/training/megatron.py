@@ -24,7 +24,6 @@ from precision_shim.precision.effect import Written
 from precision_shim.seams import definition
 
 from ... import megatron
-from ...megatron.policy.bucket import written_bucket
 from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS, ROWS
 from ...megatron.policy.requested import SETS
 from ...megatron.policy.switches import read_switch
@@ -137,7 +136,9 @@ def read_requested(
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(read_key(optim_config, "optimizer", "adam")),
-        bucket_in_fp32=written_bucket(written),
+        bucket_in_fp32=(
+            bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
+        ),
         nan_check_written="check_for_nan_in_grad" in written,
         wrote=tuple(_written(optim_config, place)),
         **known,

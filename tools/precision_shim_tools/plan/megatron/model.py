@@ -33,8 +33,8 @@ from precision_shim_adapters.megatron.policy.bucket import (
 from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
 from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
-from precision_shim_adapters.megatron.policy.switches import SWITCHES, read_switch
-from precision_shim_adapters.megatron.training.config_dtypes import coerce_field, installed_fields
+from precision_shim_adapters.megatron.policy.switches import is_switch, read_switch
+from precision_shim_adapters.megatron.training import config_dtypes
 
 from ..command import Job
 from ..counting import Precision, Share, part
@@ -283,8 +283,9 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
     model = _dtypes(asked)
     requested = asked.requested
     plan = optimizer_plan.plan_optimizer(requested, model, now, distributed=requested.distributed)
-    written = requested.bucket_in_fp32 is not None
-    present = bool(requested.bucket_in_fp32) if written else asked.bucket_in_fp32
+    bucket = requested.bucket_in_fp32
+    written = bucket is not None or bool(asked.buckets.get(SUMS))
+    present = asked.bucket_in_fp32 if bucket is None else bucket
     own = parse_dtype(asked.fsdp or "")
     if asked.fsdp is not None and (own or not now.aligns):
         present = fsdp_in_fp32(present, own, heeded=fsdp_heeds_bucket())
@@ -334,7 +335,7 @@ def misplaced(
         _BUCKET,
         megatron.PRECISION_AWARE,
     }
-    dtypes = installed_fields()
+    dtypes = config_dtypes.installed_fields()
     lost = [name for name in written if name in ours or get_close_matches(name, dtypes, 1, 0.8)]
     yield from unknown_keys(
         lost, known, subject, key, "Megatron's TransformerConfig", places=places
@@ -365,27 +366,28 @@ def _stored_alone(asked: MegatronModel) -> Iterator[Problem]:
 
 def _refused_by_layers(asked: MegatronModel) -> Iterator[Problem]:
     """Yield the dtype names in the model's config that the worker refuses."""
-    for name, names in installed_fields().items() if asked.layers else ():
+    for name, names in config_dtypes.installed_fields().items() if asked.layers else ():
         try:
-            coerce_field(asked.layers.get(name), names, asked.layers_key.format(name))
+            config_dtypes.coerce_field(asked.layers.get(name), names, asked.layers_key.format(name))
         except DtypeError as error:  # noqa: PERF203
             yield Problem.of(error, asked.subject, error.key)
 
 
 def _no_switches(asked: MegatronModel) -> Iterator[Problem]:
     """Yield the strings in the place of booleans that the worker refuses."""
-    places = {
-        asked.key: asked.written,
-        asked.bucket_key.replace(_BUCKET, "{}"): asked.buckets,
-        asked.layers_key: asked.layers,
-    }
-    for place, written in places.items():
-        for name in SWITCHES:
-            key = place.format(name)
+    for written, key, targets in (
+        (asked.written, asked.key, (CONFIG,)),
+        (asked.buckets, asked.bucket_key.replace(_BUCKET, "{}"), (DDP,)),
+        (asked.layers, asked.layers_key, config_dtypes.MODEL),
+    ):
+        for name, annotation in (
+            config_dtypes.installed_annotations(*targets).items() if written else ()
+        ):
             try:
-                read_switch(written.get(name), key, asked.requested.where)
-            except DtypeError as error:
-                yield Problem.of(error, asked.subject, key)
+                if is_switch(annotation):
+                    read_switch(written.get(name), key.format(name), asked.requested.where)
+            except DtypeError as error:  # noqa: PERF203
+                yield Problem.of(error, asked.subject, error.key)
 
 
 def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
@@ -433,8 +435,10 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
         back = asked.gathers or not needs_gather()
         fault = legality.quantized_fault(fields, written_back=back)
         found += [("fp8-parameters", *fault)] if fault else []
-    fault = legality.offload_fault(fields, asked.dtype, distributed=distributed)
-    found += [("offload", *fault)] if fault else []
+    if distributed and fields.get("optimizer_cpu_offload") and asked.dtype is torch.float32:
+        message = "Megatron offloads no fp32 parameters: can't optimize a non-leaf Tensor"
+        remedy = "Write optimizer_cpu_offload: false, or leave it out."
+        found.append(("offload", "optimizer_cpu_offload", message, remedy))
     bucket = requested.bucket_in_fp32
     if asked.buckets.get(SUMS) and (asked.bucket_in_fp32 if bucket is None else bucket):
         message = "Megatron takes it only with grad_reduce_in_fp32: false"
@@ -489,7 +493,7 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
         "" if master is None else name_of(master),
         name_of(moments[0]),
         name_of(moments[1]),
-        sums="fp32" if sums else "",
+        sums=sums,
         copies=not (sums or torch.float32 in (dtype, bucket) or legality.steps_parameters(fields)),
         offloaded=min(max(offloaded, 0.0), 1.0),
         quantized=asked.quantized,
@@ -567,12 +571,8 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
             "their scales are not counted. Embeddings, norms and the output layer stay "
             f"{name_of(asked.dtype)}"
         )
-    sums = asked.buckets.get(SUMS) or ()
-    if sums and not {"all", "*"}.intersection(sums):
-        yield (
-            f"{asked.key_of(SUMS)}: counted as if all parameters had these names: up to 4 bytes "
-            "of gradients per parameter more"
-        )
+    if asked.buckets.get(SUMS):
+        yield f"{asked.key_of(SUMS)}: its fp32 sums are counted for all parameters"
     further = asked.model.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if further:
         yield (
