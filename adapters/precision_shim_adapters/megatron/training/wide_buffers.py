@@ -61,12 +61,7 @@ def follows_model(kind: type, name: str) -> bool:
     Gemma 4's layers multiply their hidden states by such a buffer; in fp32 it would make them fp32.
     A buffer that the class updates is a counter; without the class's source a buffer counts as one.
     """
-    bases = takewhile(lambda base: base is not torch.nn.Module, kind.__mro__)
-    try:
-        sources = [dedent(inspect.getsource(one)) for one in bases]
-    except (OSError, TypeError):
-        return False
-    text = "\n".join(ast.unparse(ast.parse(source)) for source in sources)
+    text = _source(kind)
     made = re.search(rf"register_buffer\({name!r}, (.*)\)", text)
     if made is None:
         return False
@@ -77,3 +72,13 @@ def follows_model(kind: type, name: str) -> bool:
     here = rf"self\.{name}\b"
     updated = rf"{here}(\[.*\])? \S+= |{here}\[.*\] = |{here}\.\w+_\(|{here} = .*{here}"
     return re.search(updated, text) is None and re.search(here, text) is not None
+
+
+@cache
+def _source(kind: type) -> str:
+    bases = takewhile(lambda base: base is not torch.nn.Module, kind.__mro__)
+    try:
+        sources = [dedent(inspect.getsource(one)) for one in bases]
+    except (OSError, TypeError):
+        return ""
+    return "\n".join(ast.unparse(ast.parse(source)) for source in sources)
