@@ -190,8 +190,8 @@ def test_killed_at_any_file_operation_and_two_jobs_at_once(
         assert {"1", "told", "2"} <= {*ends} <= {"1", "told", "2", "refused by NeMo-RL"}
         assert ends[-1] == "2"
         ends = []
-        for _ in beside_another_job(target, other, lambda: save(one, target)):
-            ends.append(loaded(one, target, states))
+        for place in beside_another_job(target, other, lambda: save(one, target)):
+            ends.append(loaded(one, place, states))
             one.load_checkpoint(str(points[-1] / "weights"), str(points[-1] / "optimizer"))
         assert {"2", "told"} <= {*ends} <= {"0", "2", "told", "refused by NeMo-RL"}
 

@@ -147,15 +147,15 @@ def killed_at(directory: Path, content: str) -> Iterator[None]:
         yield
 
 
-def beside_another_job(target: Path, other: Path, save: Callable[[], None]) -> Iterator[int]:
+def beside_another_job(target: Path, other: Path, save: Callable[[], None]) -> Iterator[Path]:
     """Save into an empty directory again and again; before one file operation another job's save
     ends there: before the first, then before the second, and so on.
 
     Yields:
-        The operation's number, after each save.
+        The directory after each save, under another name: the shim warns once of each path.
     """
+    shutil.rmtree(target, ignore_errors=True)
     for number in itertools.count():
-        shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         left = [number]
 
@@ -168,7 +168,7 @@ def beside_another_job(target: Path, other: Path, save: Callable[[], None]) -> I
             save()
         if left[0] >= 0:
             return
-        yield number
+        yield target.rename(target.with_name(f"{target.name}-{number}"))
 
 
 def content_of(directory: Path) -> str:

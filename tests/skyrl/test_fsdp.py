@@ -360,10 +360,10 @@ def test_another_job_saves_into_the_directory_meanwhile(
     path = Path(save(worker, tmp_path / "own"))
     states.append(parameters(worker).tolist())
     ends = set()
-    for _ in beside_another_job(path, other, lambda: save(worker, tmp_path / "own")):
-        told = verdict(path, "skyrl")
+    for place in beside_another_job(path, other, lambda: save(worker, tmp_path / "own")):
+        told = verdict(place, "skyrl")
         with ours() as said:
-            again.load_checkpoint(str(path))
+            again.load_checkpoint(str(place))
         assert told == ("starts anew" if said else "exact")
         ends.add("told" if said else states.index(parameters(again).tolist()))
     assert {1, "told"} <= ends <= {0, 1, "told"}

@@ -121,7 +121,7 @@ def beside(job: Job) -> dict[str, Any]:
     saves = beside_another_job(
         target, other, lambda: one.save_checkpoint(str(target), global_step=2)
     )
-    outcomes = [resume(two, target, states) | {"point": number} for number in saves]
+    outcomes = [resume(two, place, states) for place in saves]
     return {"outcomes": outcomes}
 
 

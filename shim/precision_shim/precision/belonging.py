@@ -21,8 +21,8 @@ _PLACES = 16
 """Number of blocks that are read of a large file, spread from its beginning to its end."""
 
 _BOUND = re.compile(
-    r".*/((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|[^/]*\.distcp|\.metadata)"
-    r"|.*/model/[^/]*\.safetensors"
+    r"(?s).*/((model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|[\w.-]*\.distcp|\.metadata"
+    r"|(?<=/model/)[\w.-]*\.safetensors)"
 )
 _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")
 
