@@ -18,7 +18,8 @@ Line = Callable[[Drawn], Sequence[str]]
 
 def problems_of(words: Sequence[str], *options: str) -> list[dict[str, Any]]:
     """The problems of a job; of a job that cannot be read, the one message."""
-    code, out, said = command("plan", "--parameters", "1M", "--json", *options, "--", *words)
+    line = ("--", "PRECISION_SHIM_ROLLOUT=follow", *words)  # the rollout's key is another problem
+    code, out, said = command("plan", "--parameters", "1M", "--json", *options, *line)
     assert code in (0, 1, 2), said
     found = json.loads(out)
     return found["problems"] if code < 2 else [{"key": "", "message": "", "remedy": found["error"]}]
