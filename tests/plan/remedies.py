@@ -38,6 +38,8 @@ def followed(written: Keys, problem: Mapping[str, Any]) -> Iterator[list[Keys]]:
         if left:
             gone = [key] if left[1] == "it" else [_whole(one, key) for one in left[1].split(" or ")]
             yield [{one: written[one] for one in written if one != each} for each in gone]
+        elif way.startswith("Correct the command line") and "Did you mean" not in problem["remedy"]:
+            yield [rest]
         elif way.startswith("Did you mean "):
             name = way.rpartition(" ")[2]
             yield [{**rest, **(pairs or {_whole(name, key): written[key]})}]
