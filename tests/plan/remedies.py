@@ -18,7 +18,8 @@ Line = Callable[[Drawn], Sequence[str]]
 
 def problems_of(words: Sequence[str], *options: str) -> list[dict[str, Any]]:
     """The problems of a job; of a job that cannot be read, the one message."""
-    code, out, said = command("plan", "--parameters", "1M", "--json", *options, "--", *words)
+    line = ("--", "PRECISION_SHIM_ROLLOUT=follow", *words)  # the rollout's key is another problem
+    code, out, said = command("plan", "--parameters", "1M", "--json", *options, *line)
     assert code in (0, 1, 2), said
     found = json.loads(out)
     return found["problems"] if code < 2 else [{"key": "", "message": "", "remedy": found["error"]}]
@@ -37,6 +38,8 @@ def followed(written: Keys, problem: Mapping[str, Any]) -> Iterator[list[Keys]]:
         if left:
             gone = [key] if left[1] == "it" else [_whole(one, key) for one in left[1].split(" or ")]
             yield [{one: written[one] for one in written if one != each} for each in gone]
+        elif way.startswith("Correct the command line") and "Did you mean" not in problem["remedy"]:
+            yield [rest]
         elif way.startswith("Did you mean "):
             name = way.rpartition(" ")[2]
             yield [{**rest, **(pairs or {_whole(name, key): written[key]})}]

@@ -794,7 +794,7 @@ def test_a_precision_at_a_key_that_verl_lacks_is_told() -> None:
 @needs("skyrl")
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
 def test_fp16_by_the_flag_that_skyrl_lacks(strategy: str) -> None:
-    line = (*SKYRL, f"trainer.strategy={strategy}")
+    line = (*SKYRL, f"trainer.strategy={strategy}", "trainer.algorithm.use_kl_loss=false")
     said = " ".join(refused("--", *line, "trainer.fp16=true").split())
     written = said.partition("Did you mean ")[2].partition("?")[0].split(" and ")
     code, plan = planned("--parameters", "1M", "--", *line, *written)

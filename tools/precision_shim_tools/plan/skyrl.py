@@ -155,7 +155,8 @@ def _near(words: list[str]) -> str:
     for key in (key for key in keys if not _has(defaults, key)):
         last = key.rpartition(".")[2]
         if key == "trainer.fp16":  # the flag that would be beside trainer.bf16
-            return f"Did you mean {dtype_keys.in_fp16(strategy)}? "
+            both = f"{dtype_keys.in_fp16(strategy)} and {dtypes.KEY}=float16"
+            return f"Did you mean {both}? "
         elsewhere = [one for one in known if one.rpartition(".")[2] == last]
         near = get_close_matches(key, elsewhere, 1, 0.7) or get_close_matches(key, known, 1, 0.9)
         if near:

@@ -15,9 +15,9 @@ from precision_shim.precision.effect import names_precision, values_of
 Keys = tuple[str, ...]
 """A key and, before it, the sections in which it is."""
 
-_READS = re.compile(r"""(\w+)["'\])]*(?:\s*(?:\[|\.(?:get|pop|setdefault)\()\s*["']|\.)$""")
+_READS = re.compile(r"""(\w+)[\s"'\])]*(?:(?:\[|\.(?:get|pop|setdefault)\()\s*["']|\.)$""")
 """Matches the text before a key where it is read, such as ``config["megatron_cfg"]["``."""
-_PASSED = re.compile(r"""(?:\*\*|\.update\()[\w.]*?(\w+)((?:\[["']\w+["']\])*)""")
+_PASSED = re.compile(r"""(?:\*\*|\.update\()[\w.]*?(\w+)(?![\w.])((?:\[["']\w+["']\])*)""")
 """Matches a section that is passed on whole, such as ``**config["megatron_cfg"]["optimizer"]``."""
 _BEFORE = 200
 """Number of characters before a key in which its section is named."""
