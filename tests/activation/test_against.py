@@ -105,7 +105,7 @@ def test_a_path_without_a_framework(files, arguments, told, doctor, tmp_path):
 @pytest.mark.parametrize("lacks", [[], ["vllm.engine.arg_utils: hf_overrides"]])
 def test_a_rollout_engine(lacks, against, doctor, tmp_path):
     names = "dtype quantization kv_cache_dtype float16 bfloat16 float32 head_dtype hf_overrides"
-    text = f"{names} _resolve_auto_dtype _check_valid_dtype"
+    text = f"{names} _get_and_verify_dtype _check_valid_dtype"
     modules = ("engine/arg_utils", "config/model", "model_executor/layers/logits_processor")
     files = {f"vllm/{module}.py": text for module in modules}
     if lacks:

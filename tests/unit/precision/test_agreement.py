@@ -21,7 +21,7 @@ def engine(subject: str, computes: str, **fields: object) -> Engine:
 def test_pairs(subject: str, trainer: str, other: str) -> None:
     found = compare(engine("actor", trainer), engine(subject, other))
     assert found.agrees is (trainer == other)
-    assert found.lost is (trainer == "fp16" and other in ("bf16", AUTO))
+    assert found.lost is (trainer == "fp16" and other == "bf16")
     assert f"{subject}.dtype" in found.because
     if found.agrees:
         assert (found.chosen, found.remedy) == (f"{other}, as the actor", "")
@@ -30,7 +30,7 @@ def test_pairs(subject: str, trainer: str, other: str) -> None:
     wanted = "" if other == FP8 else f"{subject}.dtype={ENGINE_NAMES[trainer]}"
     assert found.remedy == wanted
     kept = "the mismatch that fp16 removes stays" in found.because
-    assert kept is (found.lost and subject == "rollout" and other != AUTO)
+    assert kept is (found.lost and subject == "rollout")
 
 
 def test_an_engine_without_a_key_has_no_line_to_write() -> None:
