@@ -807,7 +807,7 @@ def test_what_skyrl_alone_would_not_tell() -> None:
     line = ("--parameters", "1B", "--", *SKYRL)
     _, plan = planned(*line, "trainer.strategy=fsdp2", f"{section}.reduce_dtype=fp16")
     assert any(
-        f"{section}.reduce_dtype=fp16 is no fp16" in one for one in plan["models"][0]["notes"]
+        f"{section}.reduce_dtype=float16 is no fp16" in one for one in plan["models"][0]["notes"]
     )
     _, plan = planned(*line, "trainer.strategy=fsdp2", f"{section}.reduce_dtype=bf16")
     assert plan["models"][0]["notes"] == []

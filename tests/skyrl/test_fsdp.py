@@ -59,7 +59,7 @@ def parameters(worker: Any) -> torch.Tensor:
 def test_fp16_reductions_beside_bf16_are_told(make: Any, shim: Any) -> None:
     shim()
     key = "fsdp_config.mixed_precision.reduce_dtype"
-    with pytest.warns(PrecisionShimWarning, match=f"{key}=fp16 is no fp16 training"):
+    with pytest.warns(PrecisionShimWarning, match=f"{key}=float16 is no fp16 training"):
         make("policy", None, f"trainer.policy.{key}=fp16")
     with ours() as told:
         make("policy", None, f"trainer.policy.{key}=bf16")
