@@ -62,6 +62,7 @@ class ScaledTraining:
         self._optimizer: Optimizer | None = None  # set only within ``several_steps``
         self._skipped = False
         self._watched: WeakSet[Optimizer] = WeakSet()
+        self._held = False  # whether the last backward pass left gradients
         self._guard: tuple[Any, ...] = (lambda: None), "", None, ""
 
     @classmethod
@@ -139,12 +140,17 @@ class ScaledTraining:
         if instance is None:
             return
         self._watch(optimizers(instance))
-        if not self._ours.scaled or not self._replaced:
-            return
-        groups = [group["params"] for each in self._watched for group in each.param_groups]
-        held = [one for group in groups for one in group if one.numel()]
-        if held and all(one.grad is None for one in held):
+        if self._held and self._ours.scaled and self._replaced and not self._has_gradients():
             raise self._half("gradients were dropped")
+        # Only at its end: FSDP2 keeps the gradients of all but the last micro-batch to itself.
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self._held = self._has_gradients()
+
+    def _has_gradients(self) -> bool:
+        groups = (group["params"] for each in self._watched for group in each.param_groups)
+        return any(one.grad is not None for group in groups for one in group if one.numel())
 
     def _refuse_scaled(self, optimizer: Optimizer, *_: Any) -> None:
         if self._ours.scaled and not moves_nothing(optimizer):
