@@ -281,7 +281,8 @@ def own_step(job: Job) -> dict[str, Any]:
         one.save_checkpoint(job.path(f"dropped {scale}"), global_step=1)
         one.load_checkpoint(job.path(f"dropped {scale}"), del_local_after_load=False)
         verls = type(one).optimizer_step
-        type(one).optimizer_step = lambda self: verls(self)  # an override that calls verl's own
+        # An override that calls verl's own function.
+        type(one).optimizer_step = lambda self, own=verls: own(self)
         support.train(one, [0])
 
         def mine(self: Any) -> float:
