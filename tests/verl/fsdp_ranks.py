@@ -280,6 +280,7 @@ def own_step(job: Job) -> dict[str, Any]:
                 one.optimizer_zero_grad()
         one.save_checkpoint(job.path(f"dropped {scale}"), global_step=1)
         one.load_checkpoint(job.path(f"dropped {scale}"), del_local_after_load=False)
+        support.train(one, [0])  # a step of verl's own, after which no gradient is scaled
         verls = type(one).optimizer_step
         # An override that calls verl's own function.
         type(one).optimizer_step = lambda self, own=verls: own(self)

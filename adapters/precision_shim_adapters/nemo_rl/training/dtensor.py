@@ -17,7 +17,7 @@ import torch
 
 from precision_shim.adapting import Call, around, in_force, parse_settings, seam, versioned, warn
 from precision_shim.errors import SeamError
-from precision_shim.precision.dtypes import any_dtype
+from precision_shim.precision.dtypes import any_dtype, name_of
 from precision_shim.precision.effect import COMPUTES, Written
 
 from ...common.ray_actors import class_beneath, put_in_front
@@ -170,15 +170,19 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
             if key.endswith("_dtype") and key != "params_dtype":  # which NeMo-RL's YAML files have
                 unread["megatron_cfg", "optimizer", key] = value
     for keys, value in unread.items():
-        yield _unread(name, keys, value, sharded=sharded)
+        yield _unread(name, keys, value, str(config.get("precision")) if sharded else None)
     adapters = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
     if sharded and adapters.get("enabled"):
         kind = adapters.get("lora_dtype")
         yield Written(f"{name}.dtensor_cfg.lora_cfg.lora_dtype", kind, "params")
 
 
-def _unread(name: str, keys: Keys, value: object, *, sharded: bool) -> Written:
-    """What the user may mean by a key that NeMo-RL does not read."""
+def _unread(name: str, keys: Keys, value: object, precision: str | None) -> Written:
+    """What the user may mean by a key that NeMo-RL does not read.
+
+    ``precision`` is that of the model's DTensor workers; ``None`` if Megatron trains it.
+    """
+    sharded, fixed = precision is not None, ""
     (near,) = get_close_matches(keys[-1], _MEANT, 1, 0.8) or ("",)
     sets, needs, place = _MEANT.get(near, ""), "", f"{name}.{'.'.join(keys)}"
     if keys[0] == "generation":
@@ -187,10 +191,11 @@ def _unread(name: str, keys: Keys, value: object, *, sharded: bool) -> Written:
     elif sets == COMPUTES and sharded:
         dtype = any_dtype(str(value))
         needs = "".join(f"{name}.precision={own}" for own in DTYPES if DTYPES[own] is dtype)
+        fixed = name_of(DTYPES[precision]) if precision and precision in DTYPES else ""
     elif sets == COMPUTES:
         sets = "params"
     # NeMo-RL's FSDP reduces gradients, and returns a layer's output, in fp32.
-    fixed = "fp32" if sharded and near in ("reduce_dtype", "output_dtype") else ""
+    fixed = "fp32" if sharded and near in ("reduce_dtype", "output_dtype") else fixed
     return Written(place, value, sets, needs, read=False, fixed=fixed)
 
 
