@@ -206,7 +206,7 @@ def test_verls_own_fields_take_other_names_without_the_shim(model: Path) -> None
     low = (f"{optim}.use_precision_aware_optimizer=yes", f"{optim}.exp_avg_dtype=BF16")
     code, plan = planned("--", *line, *low)
     assert (code, plan["problems"]) == (0, [])
-    told = "verl itself takes 32, bf16" if native else "has no such key"
+    told = "verl itself takes 32, bf16" if native else "McoreOptimizerConfig has no"
     assert told in plan["models"][0]["ends"]
     assert plan["models"][0]["after"][0]["parts"][0]["components"]["exp_avg"]["dtypes"] == ["bf16"]
     code, plan = planned("--", "PRECISION_SHIM=0", *line, *low)
@@ -242,7 +242,7 @@ def test_a_key_in_a_wrong_section_of_verls_is_told_where_it_belongs() -> None:
         "param_dtype": f"Write {MIXED}.param_dtype, or",
         "fsdp_config.lr": f"Write {ACTOR}.optim.lr, or",
         "optim.lrr": f"Did you mean {ACTOR}.optim.lr? Correct",
-        "optim.override_optimizer_config.exp_avg_dtype": "Leave it out, or train on Megatron.",
+        "optim.override_optimizer_config.exp_avg_dtype": f"Leave {ACTOR}.optim.override_optimizer",
     }
     words = [f"+{ACTOR}.{key}=fp16" for key in remedies]
     words[0] = f"+{ACTOR}.mixed_precision.param_dtype=fp16"
@@ -263,6 +263,7 @@ def test_verls_other_engines(model: Path) -> None:
     here = Version(version("verl"))
     actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
     actor += ("model_engine=torchtitan", "actor_rollout_ref.actor.torchtitan.dtype=float16")
+    actor += ("actor_rollout_ref.rollout.dtype=float16",)
     code, plan = planned("--", *VERL, *actor)
     notes = [one for one in plan["models"][0]["notes"] if "no loss scaler" in one]
     if here >= Version("0.9.0"):
@@ -295,7 +296,9 @@ def test_verls_veomni_engine(model: Path) -> None:
     code, plain = planned("--", *VERL, *actor)
     assert (code, subjects(plain), scaling(plain)) == (0, ["actor", "ref"], [])
     half = f"+{key}.dtype=float16"  # verl's YAML lacks the key
-    code, plan = planned("--", *VERL, *actor, half)
+    others = ("rollout.dtype", "ref.veomni.dtype")
+    both = (*actor, *(f"++actor_rollout_ref.{one}=float16" for one in others))
+    code, plan = planned("--", *VERL, *both, half)
     because = "dtype is float16, and verl's VeOmni engine has no loss scaler"
     assert (code, scaling(plan), scaling(plan, 1)) == (0, [(OURS, because)], [])
     (part,) = plan["models"][0]["after"][0]["parts"]
@@ -304,7 +307,7 @@ def test_verls_veomni_engine(model: Path) -> None:
     # The dtype in which parameters are gathered does not affect what is stored.
     assert plan["models"][0]["after"] == plain["models"][0]["after"]
     low = f"{key}.mixed_precision=False"
-    code, plan = planned("--", *VERL, *actor, half, low)
+    code, plan = planned("--", *VERL, *both, half, low)
     assert code == 1
     (problem,) = (one for one in plan["problems"] if one["subject"] == "actor")
     assert problem["key"] == low.partition("=")[0]
