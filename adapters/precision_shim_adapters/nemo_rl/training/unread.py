@@ -69,4 +69,5 @@ def _source(keys: Collection[str]) -> tuple[set[Keys], set[Keys]]:
             for name, inner in _PASSED.findall(text):
                 names = (_section(one) for one in (name, *re.findall(r"\w+", inner)))
                 passed.add(tuple(one for one in names if one))
-    return read, passed - {()}
+    # NeMo-RL's GRPO only copies the rollout's section, for its own rollouts.
+    return read, passed - {(), ("generation",)}
