@@ -91,10 +91,13 @@ def test_a_dtype_that_nothing_reads(worker, shim, model) -> None:
 
 def test_the_dtype_of_loras_factors_is_written_where_they_are_trained() -> None:
     lora = {"lora_cfg": {"enabled": True, "lora_dtype": "bfloat16"}}
-    (found,) = written({"dtensor_cfg": lora}, "policy")
-    assert (str(found), found.sets) == ("policy.dtensor_cfg.lora_cfg.lora_dtype=bfloat16", "params")
+
+    def of_parameters() -> list[str]:  # NeMo-RL 0.4 does not read the key: it sets nothing there
+        return [str(one) for one in written({"dtensor_cfg": lora}, "policy") if one.sets]
+
+    assert of_parameters() == ["policy.dtensor_cfg.lora_cfg.lora_dtype=bfloat16"]
     lora["lora_cfg"]["enabled"] = False
-    assert list(written({"dtensor_cfg": lora}, "policy")) == []
+    assert of_parameters() == []
 
 
 def test_off_it_is_not_there(worker, shim) -> None:
