@@ -710,7 +710,9 @@ def test_precision_keys_that_nemo_rl_accepts_and_does_not_read(
         "policy.dtensor_cfg.fsdp_output_dtype": "",
         "policy.generation.dtype": "",
     }
-    read = (f"++{rollout}.precision=bfloat16", f"++{rollout}.kv_cache_dtype=fp8")
+    read = (f"++{rollout}.precision=bfloat16",)
+    if Version(version("nemo-rl")) >= Version("0.5.0rc0"):
+        read += (f"++{rollout}.kv_cache_dtype=fp8",)
     read += ("++policy.generation.backend=vllm", f"++{states}.params_dtype=float32")
     read += ("++policy.megatron_cfg.moe_router_dtype=fp32",)
     words = [f"++{key}=float16" for key in remedies]
