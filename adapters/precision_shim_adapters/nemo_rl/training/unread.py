@@ -5,6 +5,7 @@ NeMo-RL accepts any key. Which key it reads from which section is in its source.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
@@ -33,7 +34,7 @@ def unread(
     """
     every = {tuple(key.split(".")): value for key, value in values_of(config)}
     found = {keys: value for keys, value in every.items() if names_precision(keys[-1], value)}
-    read, passed = _source({keys[-1] for keys in found})
+    read, passed = _source(frozenset(keys[-1] for keys in found))
     names = {name for _, name in read} if anywhere else set()
     for keys, value in found.items():
         section = tuple(map(_section, keys[:-1]))
@@ -50,6 +51,7 @@ def _section(name: str) -> str:
     return "" if bare in ("policy", "value") else bare
 
 
+@functools.cache  # it reads all of NeMo-RL's source
 def _source(keys: Collection[str]) -> tuple[set[Keys], set[Keys]]:
     """Each section from which NeMo-RL reads one of ``keys``, and the sections it passes on.
 
