@@ -31,7 +31,7 @@ def test_megatron_worker(worker: Callable[..., AbstractContextManager[Any]], shi
     assert torch.equal(plain, weights)
     assert FIGURES & first.keys() == set()
     assert later[-1].keys() >= FIGURES
-    for one in later:
+    for one in later[1:]:  # FusedAdam has no masters before its first step
         assert 0.0 <= one["updates_lost"][0] <= 1.0
     (audit,) = precision_shim.status().audit
     figures = audit.parts[0].updates
