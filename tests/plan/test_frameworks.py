@@ -764,6 +764,7 @@ LORAS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:LoRA is enabled")  # by SkyRL 0.2
 @pytest.mark.parametrize(("line", "lora", "wrong"), LORAS, ids=lambda one: "")
 def test_a_job_that_cannot_be_planned_is_checked_all_the_same(
     monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], lora: str, wrong: str
