@@ -333,7 +333,8 @@ def test_verls_fsdp_turbo_engine(model: Path) -> None:
         word = f"{key.replace('param', 'reduce')}={reduce}"
         _, plan = planned("--", *VERL, *actor, word)
         assert plan["models"][0]["reduces"] == told
-    code, plan = planned("--", *VERL, *actor, f"{key}=fp16")
+    both = (f"{key}=fp16", "actor_rollout_ref.rollout.dtype=float16")
+    code, plan = planned("--", *VERL, *actor, *both)
     because = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
     assert (code, scaling(plan), plan["models"][0]["reduces"]) == (0, [(OURS, because)], "fp32")
     (part,) = plan["models"][0]["after"][0]["parts"]
