@@ -9,5 +9,6 @@ from ..every_framework.status_in_docs import tell
 
 def test_worker(policy: Any, shim: Any) -> None:
     shim()
-    policy(experts=True, generator_dtype="bf16")
+    trainer = policy(experts=True, generator_dtype="bf16")
     tell()
+    assert trainer.optimizers  # kept until here, as a job keeps it
