@@ -273,7 +273,7 @@ def test_sglangs_key_may_be_left_out(shim: Any, sides: Nemo, rollout: str, follo
         }
         assert (found.made["sglang_cfg"]["dtype"], found.told) == ("float16", [])
         return
-    assert len(found.told) == 1
+    assert len(found.told) == bool(rollout)  # without the key, SGLang's choice is not known
     if rollout:
         assert found.chosen == {"rollout": sides.beside("fp16", "bf16")}
         assert found.made["sglang_cfg"]["dtype"] == "bfloat16"
@@ -382,7 +382,7 @@ def test_the_plan_of_sglang_without_the_key(
     monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
     given = ("policy.precision=float16", "~policy.generation.sglang_cfg.dtype")
     problems, notes = both.of_plan(sides.line(given, SGLANG))
-    assert bool(problems) is not follow
+    assert problems == []  # without the key, SGLang's choice is not known
     assert ("PRECISION_SHIM_ROLLOUT=follow" in notes[-1]) is follow
 
 

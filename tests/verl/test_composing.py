@@ -121,7 +121,9 @@ def test_a_main_function_that_the_script_imports(
         "import hydra\n@hydra.main(config_path='none', config_name='job', version_base=None)\n"
         "def main(config):\n    print(config.trainer.nnodes)\n"
     )
-    (tmp_path / "verl_job.py").write_text("from mine.main import main\nmain()\n")
+    (tmp_path / "verl_job.py").write_text(
+        "from mine.main import main\ndef later():\n    import verl\nmain()\n"
+    )
     words = ("verl_job.py", "--config-path=conf")
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
     job = read_launch_line(

@@ -38,8 +38,8 @@ def test_megatron_engine(
     watched, same = train(1)
     assert weights.equal(same)
     assert [one["grad_norm"] for one in watched] == [one["grad_norm"] for one in plain]
-    # Figures appear one step late, and FusedAdam has no masters before its first step.
-    assert FIGURES & {*watched[0], *watched[1]} == set()
+    # Figures appear one step late, and a precision-aware FusedAdam has no masters before a step.
+    assert FIGURES & watched[0].keys() == set()
     for one in watched[2:]:
         assert one.keys() >= FIGURES - {"updates_lost_exp_avg_sq"}
         assert 0.0 <= one["updates_lost"] <= 1.0

@@ -9,6 +9,7 @@ unscales the gradients before verl clips them; verl skips a step whose grad norm
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -362,8 +363,9 @@ def written(
             counts = (own or unread) and value not in (None, default)
         if counts:
             right = _place_of(name, sets, strategy)
-            needs = f"{section}.{right}={value}" if right not in ("", key) else ""
-            yield Written(f"{section}.{key}", value, sets, needs)
+            one = Written(f"{section}.{key}", value, sets)
+            needs = f"{section}.{right}={one.dtype or value}" if right not in ("", key) else ""
+            yield replace(one, needs=needs)
 
 
 def _place_of(name: str, sets: str, strategy: str) -> str:
