@@ -6,10 +6,11 @@ import pkgutil
 
 import pytest
 
+from precision_shim.precision.findings import Decision
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import FEATURES
 from precision_shim.reporting import text as _status_text
-from precision_shim.reporting.record import Decision, FrameworkStatus, SeamStatus
+from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 from precision_shim.reporting.status import Status
 
 MORE = "status().details()"

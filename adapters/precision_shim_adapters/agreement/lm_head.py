@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from precision_shim.adapting import current_settings, decide, look, version_of, warn
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.findings import Problem
 from precision_shim.precision.lm_head import HEAD_MARK, Head, refused
 from precision_shim.process.settings import Settings
-from precision_shim.reporting.problem import Problem
 
 from .names import key_of
 from .report import FEATURE

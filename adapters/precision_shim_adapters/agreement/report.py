@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from precision_shim.adapting import current_settings, decide, warn
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.agreement import Engine, Verdict, compare, value_to_follow
+from precision_shim.precision.findings import Problem
 from precision_shim.process.settings import Settings
 from precision_shim.reporting.journal import decisions
-from precision_shim.reporting.problem import Problem
 
 FEATURE = "rollout-agreement"
 

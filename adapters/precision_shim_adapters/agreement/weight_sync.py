@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from precision_shim.adapting import current_settings, decide, warn
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.agreement import rounds
-from precision_shim.reporting.problem import Problem
+from precision_shim.precision.findings import Problem
 
 from .report import FEATURE
 

@@ -11,9 +11,9 @@ import torch
 
 from ..errors import InconsistentPrecisionError
 from ..precision.effect import CODE, Written, without_effect
+from ..precision.findings import Decision
 from ..process.session import current_settings
 from ..reporting import journal as _journal
-from ..reporting.record import Decision
 from . import files, latest
 from .audits import look, where_of
 from .readers import read_optimizers

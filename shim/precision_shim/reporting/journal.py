@@ -11,9 +11,9 @@ import sys
 import warnings
 
 from ..errors import PrecisionShimWarning
+from ..precision.findings import Decision
 from ..process.forks import Lock
 from ..process.standby import say
-from .record import Decision
 
 _lock = Lock(patching=False)
 _decisions: list[Decision] = []

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..precision.findings import Decision
+
 if TYPE_CHECKING:
     from ..auditing.record import Audit
 
@@ -13,25 +15,6 @@ STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
 """States of a seam and of a framework: ``absent`` (not installed), ``pending`` (the module is not
 yet imported), ``wrapped`` (patched), ``native`` (the framework has the feature itself), ``refused``
 (could not be patched) and ``off`` (not enabled by the settings)."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A choice that the shim made in this process, and its reason.
-
-    Attributes:
-        subject: the part of the job that the choice concerns, such as ``"actor"`` or ``"rollout"``.
-        chosen, because: the choice and the reason, in words.
-    """
-
-    framework: str
-    subject: str
-    feature: str
-    chosen: str
-    because: str
-
-    def __str__(self) -> str:
-        return f"{self.framework} {self.subject}: {self.feature}: {self.chosen} ({self.because})"
 
 
 @dataclass(frozen=True)

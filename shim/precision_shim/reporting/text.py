@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ..precision.findings import Decision
 from ..process.settings import FEATURES, PREFIX
-from .record import Decision, FrameworkStatus, Record, SeamStatus
+from .record import FrameworkStatus, Record, SeamStatus
 
 WIDTH = 80
 SCREEN = 40

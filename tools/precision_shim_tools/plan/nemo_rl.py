@@ -18,8 +18,8 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.findings import Problem
 from precision_shim.precision.releases import release
-from precision_shim.reporting.problem import Problem
 from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolved
 from precision_shim_adapters.megatron import PRECISION_AWARE
 from precision_shim_adapters.megatron.policy.bucket import SUMS

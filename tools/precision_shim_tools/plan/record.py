@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from precision_shim.reporting.problem import Problem
+from precision_shim.precision.findings import Problem
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """The audit's components whose size is proportional to the parameters, in the audit's order."""

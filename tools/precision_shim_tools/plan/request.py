@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError, PlanError
+from precision_shim.precision.findings import Problem
 from precision_shim.process import settings as _settings
-from precision_shim.reporting.problem import Problem
 
 from .record import JobPlan, ModelPlan
 

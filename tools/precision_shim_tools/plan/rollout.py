@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from precision_shim.reporting.problem import Problem
+from precision_shim.precision.findings import Problem
 from precision_shim_adapters.agreement.lm_head import Read, problems_of_heads
 from precision_shim_adapters.agreement.report import FEATURE, JobEngines, problems_of
 

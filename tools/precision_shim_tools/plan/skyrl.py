@@ -16,7 +16,7 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
-from precision_shim.reporting.problem import Problem
+from precision_shim.precision.findings import Problem
 from precision_shim_adapters.agreement.model_files import checkpoint_dtype
 from precision_shim_adapters.agreement.names import engine_name
 from precision_shim_adapters.agreement.report import FEATURE as AGREEMENT

@@ -16,8 +16,8 @@ import torch
 
 from precision_shim.errors import PlanError
 from precision_shim.precision.effect import Written
+from precision_shim.precision.findings import Problem
 from precision_shim.precision.updates import without_masters
-from precision_shim.reporting.problem import Problem
 from precision_shim.scaling import ScalerSettings
 from precision_shim_adapters.torch_fp16.settings import FEATURE, chosen, settings_for
 

@@ -20,7 +20,7 @@ from unittest import mock
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
-from precision_shim.reporting.problem import Problem
+from precision_shim.precision.findings import Problem
 from precision_shim_adapters.agreement.report import FEATURE, JobEngines
 from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
 from precision_shim_adapters.torchtitan.config import any_name, coerce_config, written

@@ -17,8 +17,8 @@ from precision_shim.adapting import look
 from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.precision.dtypes import name_of, parse_dtype, read_dtype
 from precision_shim.precision.effect import Written
+from precision_shim.precision.findings import Problem
 from precision_shim.precision.model import TrainableDtypes
-from precision_shim.reporting.problem import Problem
 from precision_shim_adapters import megatron
 from precision_shim_adapters.megatron.audit import reader
 from precision_shim_adapters.megatron.installed import fsdp_heeds_bucket, needs_gather

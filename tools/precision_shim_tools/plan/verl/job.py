@@ -16,7 +16,7 @@ import torch
 from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
-from precision_shim.reporting.problem import Problem
+from precision_shim.precision.findings import Problem
 from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig

@@ -16,7 +16,7 @@ from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.effect import Written, values_of
-from precision_shim.reporting.problem import Problem
+from precision_shim.precision.findings import Problem
 from precision_shim_adapters.megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
 from precision_shim_adapters.torch_fp16.names import own_dtype
 from precision_shim_adapters.torch_fp16.states import fault_of_eps
