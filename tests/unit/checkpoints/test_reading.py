@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from precision_shim.files.pickles import read_pickle
 from precision_shim.scaling import FILE_NAME, save
 from precision_shim_tools.checkpoint.reading import read_parts
-from precision_shim_tools.checkpoint.tensors import Tensor
+from precision_shim_tools.checkpoint.tensors import Archive, Tensor
 from precision_shim_tools.checkpoint.values import samples
 from precision_shim_tools.cli import main
 from precision_shim_tools.cli.checkpoint import _config
@@ -471,6 +472,22 @@ def test_a_share_of_the_sample_is_whole_elements() -> None:
     assert all(torch.equal(value, torch.ones(1000)) for value in found)
     assert len(found) == 3
     assert {most % 8 for most in asked} == {0}
+
+
+def test_tensors_are_read_from_an_archive_that_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open it for each tensor would parse the list of all tensors for each."""
+    whole = torch.arange(100.0)
+    torch.save({"whole": whole, "slice": whole[7:], "other": whole + 0.5}, tmp_path / "file.pt")
+    tensors = dict(Archive(tmp_path / "file.pt").tensors())
+    monkeypatch.setattr(zipfile, "ZipFile", None)
+    found = {keys[0]: next(samples([tensor])).tolist() for keys, tensor in tensors.items()}
+    assert found == {
+        "whole": [*range(100)],
+        "slice": [*range(7, 100)],
+        "other": (whole + 0.5).tolist(),
+    }
 
 
 def test_another_programs_pickle(tmp_path: Path, capsys: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,6 +93,11 @@ class _UpTo(io.FileIO):
         return super().read(left if size is None or size < 0 else min(size, left)) or b""
 
 
+_LENGTHS_AT, _LENGTHS = 26, struct.Struct("<HH")
+"""Where a member's header in a zip file has the lengths of the name and of the extra field that
+stand between the header and the content (APPNOTE.TXT 4.3.7)."""
+
+
 class Archive:
     """An archive of ``torch.save``: a zip file, whose pickle is read as plain data (``tree``).
 
@@ -106,15 +112,12 @@ class Archive:
     def __init__(self, path: Path, end: int | None = None) -> None:
         self.path = path
         self._end = end
-        with self._open() as archive:
-            [name] = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        with reading(path), _UpTo(path, end) as file:
+            archive = zipfile.ZipFile(file)
+            self._members = {one.filename: one for one in archive.infolist()}
+            [name] = [name for name in self._members if name.endswith("data.pkl")]
             self._root = name.removesuffix("data.pkl")
             self.tree: Any = read_pickle(archive.read(name), str(path))
-
-    @contextmanager
-    def _open(self) -> Iterator[zipfile.ZipFile]:
-        with reading(self.path), _UpTo(self.path, self._end) as file:
-            yield zipfile.ZipFile(file)
 
     def tensors(self, tree: Any = None) -> list[tuple[tuple[Any, ...], Tensor]]:
         """Return (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
@@ -146,6 +149,11 @@ class Archive:
         return Tensor(dtype, elements, (part,))
 
     def _read(self, label: str, start: int, size: int, most: int) -> bytes:
-        with self._open() as archive, archive.open(f"{self._root}data/{label}") as member:
-            member.seek(start)
-            return member.read(min(most, size))
+        with reading(self.path), _UpTo(self.path, self._end) as file:
+            member = self._members[f"{self._root}data/{label}"]
+            if member.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{member.filename} is compressed")
+            # To open a ZipFile for each tensor would parse the list of all members each time.
+            file.seek(member.header_offset + _LENGTHS_AT)
+            file.seek(sum(_LENGTHS.unpack(file.read(_LENGTHS.size))) + start, os.SEEK_CUR)
+            return file.read(min(most, size, max(0, member.file_size - start)))

@@ -20,7 +20,7 @@ _MOST = 64 << 20
 """Maximum number of bytes that are read of a component; a smaller component is read whole."""
 
 _PIECES = 512
-"""Maximum number of pieces that are read: every piece is a separate archive to open."""
+"""Maximum number of pieces that are read: every piece is a separate read of a file."""
 
 _ALIGNED = 64
 """Megatron aligns each parameter in a bucket to a multiple of this many elements. Megatron also
