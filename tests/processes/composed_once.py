@@ -43,10 +43,10 @@ def composed_once() -> Iterator[None]:
             return _once(key, lambda: compose(name, overrides, **more))
         return compose(name, overrides, **more)
 
-    def loaded(self: Any, path: str) -> Any:
+    def loaded(self: Any, config_path: str) -> Any:
         if _INSTALLED in self.path:
-            return _once((self.path, path), lambda: load(self, path))
-        return load(self, path)
+            return _once((self.path, config_path), lambda: load(self, config_path))
+        return load(self, config_path)
 
     with (
         mock.patch.object(hydra, "compose", composed),
