@@ -36,12 +36,12 @@ def composed_once() -> Iterator[None]:
     instance = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance
     compose, load = hydra.compose, kind.FileConfigSource.load_config
 
-    def composed(name: str, overrides: list[str], **more: Any) -> Any:
+    def composed(config_name: str, overrides: list[str], **more: Any) -> Any:
         places = instance().hydra.config_loader.get_search_path().get_path()
-        key = (*(one.path for one in places), name, *overrides, *more.items())
+        key = (*(one.path for one in places), config_name, *overrides, *more.items())
         if all(_INSTALLED in one.path for one in places if one.path.startswith("file:")):
-            return _once(key, lambda: compose(name, overrides, **more))
-        return compose(name, overrides, **more)
+            return _once(key, lambda: compose(config_name, overrides, **more))
+        return compose(config_name, overrides, **more)
 
     def loaded(self: Any, config_path: str) -> Any:
         if _INSTALLED in self.path:
