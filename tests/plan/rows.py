@@ -91,13 +91,15 @@ def row(
         line: the launch line, in front of ``words``.
         words: the overrides of which the row is about.
         problems: by key, texts in ``"CODE SUBJECT: MESSAGE. REMEDY"`` of the only problem there.
-        notes: texts that are in the plan's notes or in its first model's.
+        notes: texts that are in the plan's notes or a model's.
         silent: texts that are in no note.
         marks: further marks of pytest's.
     """
     texts = {key: (one,) if isinstance(one, str) else one for key, one in (problems or {}).items()}
     return pytest.param(
-        *((*line, *words), texts, notes, silent), marks=(needs(package), *marks), id=" ".join(words)
+        *((*line, *words), texts, notes, silent),
+        marks=(needs(package), *marks),
+        id=" ".join(words[:1]),
     )
 
 
