@@ -50,13 +50,13 @@ MEGATRON = (
 
 
 def words_of(drawn: Drawn) -> list[str]:
-    return [f"{key}={value}" for key, value in drawn.written.items()]
+    alone = "trainer.algorithm.use_kl_loss=false"  # a reference model would read trainer.bf16
+    return [alone, *(f"{key}={value}" for key, value in drawn.written.items())]
 
 
 def line(strategy: str, drawn: Drawn) -> list[str]:
     entry = ("python3", "-m", "skyrl.train.entrypoints.main_base", f"trainer.strategy={strategy}")
-    gpus = ("trainer.placement.policy_num_gpus_per_node=1", "trainer.algorithm.use_kl_loss=false")
-    return [*entry, *gpus, *words_of(drawn)]
+    return [*entry, "trainer.placement.policy_num_gpus_per_node=1", *words_of(drawn)]
 
 
 def plan_of(strategy: str, *options: str) -> Callable[[Drawn], Verdict]:
