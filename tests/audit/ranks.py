@@ -24,6 +24,7 @@ from . import builds
 
 def prepare() -> None:
     """Import Megatron for the ranks; the unit environments have no Megatron."""
+    torch.set_num_threads(1)  # the ranks are forked, and inherit it
     warnings.simplefilter("ignore")
     try:
         import megatron.core.models.gpt
