@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .auditing.latest import at_clear as at_uninstall
-from .errors import SettingsError
-from .precision.findings import Decision
+from .errors import PrecisionShimError, SettingsError, UnsupportedPrecisionError
+from .precision.findings import Decision, Findings
 from .process import settings as _settings
 from .process.framework import Adapter, Checkpoints
 from .process.names import meant
@@ -27,6 +27,7 @@ __all__ = [
     "Call",
     "Checkpoints",
     "Decision",
+    "Findings",
     "NativeProbe",
     "Seam",
     "Settings",
@@ -41,6 +42,7 @@ __all__ = [
     "look",
     "meant",
     "parse_settings",
+    "report",
     "seam",
     "version_of",
     "versioned",
@@ -51,6 +53,28 @@ __all__ = [
 def decide(framework: str, subject: str, feature: str, chosen: str, because: str) -> None:
     """Record a choice of the shim for ``status()``, and print it to stderr once, on rank 0."""
     _journal.record(Decision(framework, subject, feature, chosen, because))
+
+
+def report(
+    findings: Findings, raises: type[PrecisionShimError] | None = UnsupportedPrecisionError
+) -> None:
+    """Record a rule's decisions, and warn of its problems; notes are for the tools.
+
+    Args:
+        findings: what the rule found.
+        raises: the error for the problems in strict mode; ``None`` in a worker whose other ranks
+            would wait for the rank that raised.
+
+    Raises:
+        PrecisionShimError: of the class ``raises``.
+    """
+    for decision in findings.decisions:
+        _journal.record(decision)
+    problems = [str(one) for one in findings.problems]
+    if problems and raises is not None and current_settings().strict:
+        raise raises("\n".join(problems))
+    for message in problems:
+        _journal.warn(message, stacklevel=3)
 
 
 def versioned(distribution: str, package: str = "", called: str = "") -> str:

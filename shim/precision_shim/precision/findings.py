@@ -1,7 +1,11 @@
-"""What a rule of precision answers with: the shim's choices, and problems of a job's config."""
+"""The answer of every rule of precision: choices, problems and notes.
+
+A worker acts on ``Findings`` with ``adapting.report``; the command ``plan`` lists the same object.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import PrecisionShimError
@@ -44,8 +48,32 @@ class Problem:
     message: str
     remedy: str
 
+    def __str__(self) -> str:
+        return f"{self.message}. {self.remedy}"
+
     @classmethod
     def of(cls, error: PrecisionShimError, subject: str, key: str, code: str = "dtype") -> Problem:
         """Make a ``Problem`` of a worker's error; the error's last sentence is the remedy."""
         message, _, remedy = str(error).rpartition(". ")
         return cls(code, subject, key, message or remedy, remedy if message else "")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a rule chose, what is wrong, and what is only told, doubt included."""
+
+    decisions: tuple[Decision, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __add__(self, other: Findings) -> Findings:
+        return Findings(
+            self.decisions + other.decisions,
+            self.problems + other.problems,
+            self.notes + other.notes,
+        )
+
+    @classmethod
+    def all(cls, several: Iterable[Findings]) -> Findings:
+        """Join the findings of several rules, in their order."""
+        return sum(several, cls())
