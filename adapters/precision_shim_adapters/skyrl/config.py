@@ -125,21 +125,20 @@ def read_requested(
     worker has a store of LoRA adapters.
     """
     config = getattr(trainer, role)
-    optim_config = getattr(config, "optimizer_config", None)
-    asked = read_asked(optim_config, config.megatron_config.optimizer_config_kwargs)
     blockers = []
     if adapters:
         blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
     if heads and look(_MTP).found:
         blockers.append("SkyRL clips a head for multi-token prediction by those masters")
-    return RequestedConfig(
-        where=f"{versioned('skyrl')}, {KWARGS}",
+    requested = _requested(
+        getattr(config, "optimizer_config", None), config.megatron_config.optimizer_config_kwargs
+    )
+    return replace(
+        requested,
         subject=role,
-        asked=asked,
         declared=torch.bfloat16 if trainer.bf16 else torch.float32,
         # Keep use_precision_aware_optimizer=True if the user wrote it; SkyRL may raise an error.
-        blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
-        optimizer=str(getattr(optim_config, "optimizer", "adam")),
+        blockers=() if requested.asked.get(PRECISION_AWARE) else tuple(blockers),
         bucket_in_fp32=written_bucket(ddp_config),
         wrote=tuple(not_read_by_megatron(trainer, role)),
         # Only a mapping, not SkyRL's dataclass, can have the key ``check_for_nan_in_grad``.
@@ -149,17 +148,12 @@ def read_requested(
 
 def of_caller(optim_config: Any, kwargs: Any) -> RequestedConfig:
     """Read settings for a caller that is no SkyRL worker; ``fp16`` in ``kwargs`` overrides bf16."""
-    asked = read_asked(optim_config, kwargs)
-    flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
-    return RequestedConfig(
-        where=f"{versioned('skyrl')}, {KWARGS}",
-        asked=asked,
-        declared=torch.float16 if asked.get("fp16") else flagged,
-        optimizer=str(getattr(optim_config, "optimizer", "adam")),
-    )
+    requested = _requested(optim_config, kwargs)
+    flagged = torch.bfloat16 if requested.asked.get("bf16", True) else torch.float32
+    return replace(requested, declared=torch.float16 if requested.asked.get("fp16") else flagged)
 
 
-def read_asked(optim_config: Any, kwargs: Any) -> dict[str, Any]:
+def _requested(optim_config: Any, kwargs: Any) -> RequestedConfig:
     """The OptimizerConfig fields of the user, and Adam's beta2."""
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
     if type(asked.get(PRECISION_AWARE)) is int:  # SkyRL's default, not the user's value
@@ -167,7 +161,11 @@ def read_asked(optim_config: Any, kwargs: Any) -> dict[str, Any]:
     betas = getattr(optim_config, "adam_betas", None)
     if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # since SkyRL 0.3
         asked.setdefault("adam_beta2", float(betas[1]))
-    return asked
+    return RequestedConfig(
+        where=f"{versioned('skyrl')}, {KWARGS}",
+        asked=asked,
+        optimizer=str(getattr(optim_config, "optimizer", "adam")),
+    )
 
 
 def written_bucket(ddp_config: Any) -> bool | None:

@@ -11,17 +11,7 @@ from ...agreement.lm_head import IsInForce
 from ...agreement.names import write_key
 from ...agreement.report import JobEngines
 from ...agreement.weight_sync import Wire
-from ..config import (
-    INFERENCE,
-    KEY,
-    LAYERS,
-    canonical,
-    has_reference,
-    named,
-    overriding,
-    read_rollouts,
-    read_trained,
-)
+from .. import config as reader
 
 _DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint:DeltaCheckpointPublisher"
 PUBLISHER: dict[str, Any] = {
@@ -46,12 +36,12 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
         DtypeError: a key's value is no dtype name.
     """
     trainer, path = config.trainer, directory or str(config.trainer.policy.model.path)
-    others = read_rollouts(config.generator.inference_engine, path)
-    built = has_reference(trainer)
-    ref = read_trained(trainer, "ref", in_force, directory) if built else None
+    others = reader.read_rollouts(config.generator.inference_engine, path)
+    built = reader.has_reference(trainer)
+    ref = reader.read_trained(trainer, "ref", in_force, directory) if built else None
     if ref is not None:
         others.insert(0, ref)
-    policy = read_trained(trainer, "policy", in_force, directory)
+    policy = reader.read_trained(trainer, "policy", in_force, directory)
     return JobEngines(policy, tuple(others))
 
 
@@ -66,7 +56,9 @@ def not_compared(config: Any) -> tuple[str, str]:
 
 def _computes(config: Any) -> set[str]:
     path = str(config.trainer.policy.model.path)
-    return {engine.computes for engine in read_rollouts(config.generator.inference_engine, path)}
+    return {
+        engine.computes for engine in reader.read_rollouts(config.generator.inference_engine, path)
+    }
 
 
 def hand_on_names(config: Any) -> None:
@@ -76,10 +68,10 @@ def hand_on_names(config: Any) -> None:
         DtypeError: a key's value is no dtype in which an engine computes.
     """
     engines = config.generator.inference_engine
-    engines.model_dtype = named(engines.model_dtype)
-    for section, values in overriding(engines).items():
+    engines.model_dtype = reader.named(engines.model_dtype)
+    for section, values in reader.overriding(engines).items():
         if "dtype" in values:
-            name = named(values["dtype"], section, "dtype")
+            name = reader.named(values["dtype"], section, "dtype")
             setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
 
 
@@ -91,16 +83,16 @@ def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
     """
     engines = config.generator.inference_engine
     computes, before = _computes(config), engines.model_dtype
-    if len(computes) != 1 or computes & {AUTO, FP8, canonical(named(before))}:
+    if len(computes) != 1 or computes & {AUTO, FP8, reader.canonical(reader.named(before))}:
         return []
     (dtype,) = computes
     engines.model_dtype = ENGINE_NAMES[dtype]
-    return [(f"weights go out in {dtype}", f"{KEY}: {before} -> {engines.model_dtype}")]
+    return [(f"weights go out in {dtype}", f"{reader.KEY}: {before} -> {engines.model_dtype}")]
 
 
 def write(config: Any, key: str, value: str) -> None:
     """Write a value to an engine's config key."""
-    if LAYERS in key:
+    if reader.LAYERS in key:
         megatron = config.trainer.ref.megatron_config
         kwargs = {**(megatron.transformer_config_kwargs or {}), "fp16": value == "true"}
         kwargs.pop("bf16", None)  # trainer.bf16 decides
@@ -116,10 +108,20 @@ def write(config: Any, key: str, value: str) -> None:
 def wires_of(config: Any) -> list[Wire]:
     """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
     engines = config.generator.inference_engine
-    sent, because = canonical(named(engines.model_dtype)), f"SkyRL casts to {KEY}"
+    sent, because = (
+        reader.canonical(reader.named(engines.model_dtype)),
+        f"SkyRL casts to {reader.KEY}",
+    )
     computes = _computes(config) - {AUTO, FP8}
     wires = [
-        Wire("rollout", dtype, sent, because, KEY, f"Write {KEY}={ENGINE_NAMES[dtype]}.")
+        Wire(
+            "rollout",
+            dtype,
+            sent,
+            because,
+            reader.KEY,
+            f"Write {reader.KEY}={ENGINE_NAMES[dtype]}.",
+        )
         for dtype in sorted(computes - {sent})
     ]
     if engines.weight_sync_backend == "delta":
@@ -148,8 +150,8 @@ def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
             compute,
             dtype,
             f"the delta sync sends the dtype of the base checkpoint, {dtype}",
-            f"{INFERENCE}.weight_sync_backend",
-            f"Write {INFERENCE}.weight_sync_backend=nccl, or save the model of "
+            f"{reader.INFERENCE}.weight_sync_backend",
+            f"Write {reader.INFERENCE}.weight_sync_backend=nccl, or save the model of "
             f"trainer.policy.model.path in {compute} or fp32 and name that directory there.",
         )
         for compute in sorted(computes)

@@ -17,15 +17,7 @@ from ... import megatron
 from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, Build
 from ...megatron.installed import fused_adam_support
 from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
-from ..config import (
-    KWARGS,
-    OPTIMIZER,
-    dtype_of,
-    not_read_by_megatron,
-    obey,
-    of_caller,
-    read_requested,
-)
+from .. import config as reader
 
 TRAIN = "skyrl.backends.skyrl_train"
 WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
@@ -49,7 +41,7 @@ def native_coercion(symbol: Symbol, settings: Any) -> str | None:
 
 def coerces_itself() -> bool:
     """Whether SkyRL itself turns dtype names in ``optimizer_config_kwargs`` into dtypes."""
-    return native_coercion(look(OPTIMIZER), None) is not None
+    return native_coercion(look(reader.OPTIMIZER), None) is not None
 
 
 def takes_name(name: str) -> bool:
@@ -59,7 +51,7 @@ def takes_name(name: str) -> bool:
 
 def of_worker(worker: Any, ddp_config: Any) -> megatron.RequestedConfig:
     """Read the settings for a worker's model; the worker must already have its model provider."""
-    return read_requested(
+    return reader.read_requested(
         worker.cfg,
         _role(worker),
         ddp_config,
@@ -73,7 +65,7 @@ def _role(worker: Any) -> str:
 
 
 @seam(
-    OPTIMIZER,
+    reader.OPTIMIZER,
     DISPATCH,
     why="the one function that makes SkyRL's OptimizerConfig; it hard-codes bf16",
     delete_when="it is given the model's dtype",
@@ -81,7 +73,7 @@ def _role(worker: Any) -> str:
     **_CONFIG,
 )
 @seam(
-    OPTIMIZER,
+    reader.OPTIMIZER,
     "dtype-coercion",
     why="optimizer_config_kwargs reach Megatron as YAML wrote them, strings included",
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
@@ -91,7 +83,7 @@ def _role(worker: Any) -> str:
     **_CONFIG,
 )
 @seam(
-    OPTIMIZER,
+    reader.OPTIMIZER,
     SCALING,
     why="its kwargs are the one way to the scaler's fields",
     delete_when="SkyRL's optimizer config has fields for the loss scaler",
@@ -105,9 +97,9 @@ def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> An
     """
     build = megatron.current_build("skyrl")
     if build is None:
-        build = Build("skyrl", lambda: of_caller(optim_config, optimizer_config_kwargs))
+        build = Build("skyrl", lambda: reader.of_caller(optim_config, optimizer_config_kwargs))
     plan = megatron.apply_plan(build)
-    call.arguments[KWARGS] = plan.fields
+    call.arguments[reader.KWARGS] = plan.fields
     made = call.proceed()
     megatron.keep_layout(plan, made)
     return made
@@ -169,7 +161,7 @@ def module_build(call: Call, ddp_config: Any, wrap_with_ddp: Any = True) -> Any:
     if not wrap_with_ddp and in_force("skyrl", "audit", GROUP):
         role, parameters = _role(worker), (one for chunk in chunks for one in chunk.parameters())
         held = {"params": {name_of(one.dtype) for one in parameters}}
-        tell_without_effect("skyrl", role, not_read_by_megatron(worker.cfg, role), held)
+        tell_without_effect("skyrl", role, reader.not_read_by_megatron(worker.cfg, role), held)
     return chunks
 
 
@@ -195,7 +187,7 @@ def note_flag(call: Call, bf16: Any) -> Any:
     finally:
         _flag.reset(token)
     worker = call.instance
-    dtype = dtype_of(worker.provider, flag.bf16)
+    dtype = reader.dtype_of(worker.provider, flag.bf16)
     if flag.over is not None:
         wanted = torch.bfloat16 if flag.bf16 else torch.float32
         own = "" if dtype is wanted else "transformer_config_kwargs go over "
@@ -248,7 +240,7 @@ def follow_flag(call: Call) -> Any:
     if flag is None:
         return provider
     before = provider.params_dtype
-    if obey(provider, flag.bf16):
+    if reader.obey(provider, flag.bf16):
         flag.over = before
         if getattr(provider, "autocast_dtype", None) is before:
             provider.autocast_dtype = provider.params_dtype
