@@ -63,7 +63,8 @@ def read_requested(
     role = "value" if subject == "value" else "policy"
     where = f"{versioned(FRAMEWORK)}, {role}"
     section = config["megatron_cfg"]
-    optimizer, ddp = section["optimizer"], section["distributed_data_parallel_config"]
+    optimizer = section.get("optimizer") or {}
+    ddp = section.get("distributed_data_parallel_config") or {}
     blockers = []
     fp8, bucket = section.get("fp8_cfg") or {}, "grad_reduce_in_fp32"
     if fp8.get("enabled") and fp8.get("fp8_recipe") != "delayed":

@@ -63,9 +63,6 @@ def in_fp16(strategy: str, role: str = "policy") -> str:
     return f"trainer.{role}.fsdp_config.{_MIXED}.param_dtype=fp16"
 
 
-# On FSDP.
-
-
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
     """Map the keys of ``mixed_precision`` to the dtypes that SkyRL passes to FSDP.
 
@@ -111,9 +108,6 @@ def of_fsdp(trainer: Any, role: str) -> Iterator[Written]:
         if parse_dtype(str(value)) is not torch.float32:
             key = f"trainer.{role}.megatron_config.{place}.{name}"
             yield Written(key, value, needs="trainer.strategy=megatron")
-
-
-# On Megatron.
 
 
 def read_requested(
@@ -275,9 +269,6 @@ def megatron_dtype(
     if not (provider.checkpoint or trainer.bf16 or layers_of(trainer, role).get("fp16")):
         return None
     return dtype_of(provider, bool(trainer.bf16))
-
-
-# Trainer and inference engines.
 
 
 def read_trained(

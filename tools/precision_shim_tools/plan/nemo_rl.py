@@ -223,10 +223,11 @@ def _check_names(section: Mapping[str, Any], key: str) -> None:
             )
 
 
-def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+def _flags(
+    optimizer: Mapping[str, Any], precision: str, key: str, subject: str
+) -> Iterator[Problem]:
     """Yield a problem for each optimizer field that NeMo-RL itself refuses."""
-    place, precision = f"{key}.megatron_cfg.optimizer", section["precision"]
-    optimizer, part = section["megatron_cfg"]["optimizer"], "optimizer_offload_fraction"
+    place, part = f"{key}.megatron_cfg.optimizer", "optimizer_offload_fraction"
     if optimizer.get("optimizer_cpu_offload") and optimizer.get(part) != 1.0:
         fault = f"{_where()}: {part}={optimizer.get(part)}: it takes 1.0 with optimizer_cpu_offload"
         remedy = "Write 1.0, or optimizer_cpu_offload: false."
@@ -264,10 +265,8 @@ def _on_megatron(
         raise PlanError(
             f"{_where()}, {ddp}: Megatron-FSDP is not planned. Plan the job without it."
         )
-    sections = {"optimizer": _of(cfg, f"{where}.optimizer"), ddp.rpartition(".")[2]: buckets}
-    complete = {**section, "megatron_cfg": {**cfg, **sections}}
-    fp8 = _of(cfg, f"{where}.fp8_cfg")
-    requested = reader.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
+    fp8, optimizer = _of(cfg, f"{where}.fp8_cfg"), _of(cfg, f"{where}.optimizer")
+    requested = reader.read_requested(section, subject, megatron_fsdp=False, trains=trains)
     return MegatronModel(
         requested,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
@@ -284,7 +283,7 @@ def _on_megatron(
         layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},
         layers_key=f"{where}.{{}}",
         gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
-        illegal=tuple(_flags(complete, key, subject)) if trains else (),
+        illegal=tuple(_flags(optimizer, section["precision"], key, subject)) if trains else (),
         unscaled="the first fp16 overflow ends the job, by check_for_nan_in_grad",
     )
 

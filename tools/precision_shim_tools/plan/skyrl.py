@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -213,11 +214,9 @@ def _absent(trainer: Any) -> dict[str, str]:
 
 
 def _count(place: Any, role: str) -> int:
-    counts = [
-        number(getattr(place, name, 1), f"trainer.placement.{name}", _where())
-        for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node")
-    ]
-    return counts[0] * counts[1]
+    names = (f"{role}_num_nodes", f"{role}_num_gpus_per_node")
+    keys = {name: f"trainer.placement.{name}" for name in names}
+    return prod(number(getattr(place, name, 1), key, _where()) for name, key in keys.items())
 
 
 def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:

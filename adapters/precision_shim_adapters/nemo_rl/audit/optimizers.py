@@ -67,7 +67,7 @@ def redecorate(actor_class: Any) -> Any:
     relies_on=("optimizer", "model"),
 )
 def look_at(call: Call) -> Any:
-    """Audit a new worker; it may be an ``AuditedWorker``, around whose class is a seam, too."""
+    """Audit a new worker once, although its class and ``AuditedWorker`` may both call this."""
     with outermost(call.instance, "audit") as outer:
         result = call.proceed()
     if outer:
