@@ -15,7 +15,7 @@ from packaging.version import Version
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import resolve
 from precision_shim.seams._source import looking_at
-from precision_shim_adapters.nemo_rl.training.megatron import read_requested
+from precision_shim_adapters.nemo_rl.config import read_requested
 from precision_shim_adapters.nemo_rl.training.workers import POLICIES, VALUE
 from precision_shim_tools.predicted import predict_seams
 

@@ -147,7 +147,7 @@ def test_on_fsdp(
     follow: bool,
 ) -> None:
     """SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16."""
-    from precision_shim_adapters.skyrl.training.dtype_keys import mixed_dtypes
+    from precision_shim_adapters.skyrl.config import mixed_dtypes
 
     written = () if ref is None else (f"{REF}={ref}",)
     words = on_fsdp(policy, f"{KEY}={rollout}", *written)
@@ -291,7 +291,7 @@ def test_what_is_said_of_fsdp_is_what_a_worker_computes_in(
 def test_what_is_said_of_megatron_is_what_a_worker_builds(
     fused_adam: str, checkpoints: dict[str, Path], shim: Any, dtype: str, bf16: str, on: bool
 ) -> None:
-    from precision_shim_adapters.skyrl.rollout.dtypes import megatron_dtype
+    from precision_shim_adapters.skyrl.config import megatron_dtype
 
     if on:
         shim(export=False)
@@ -343,7 +343,7 @@ def test_a_reference_model_on_megatron_follows_a_bf16_policy(
     shim(settings={"rollout": "follow"}, export=False)
     config = validated(*words)
     assert told()["ref"] == "bf16, as the policy"
-    from precision_shim_adapters.skyrl.rollout.dtypes import megatron_dtype
+    from precision_shim_adapters.skyrl.config import megatron_dtype
 
     assert megatron_dtype(config.trainer, "ref", lambda *_: True) is torch.bfloat16
 

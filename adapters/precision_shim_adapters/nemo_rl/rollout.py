@@ -8,26 +8,21 @@ weights. Megatron's own rollout (``backend: megatron``) and the teachers of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, FP8, Engine
-from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.agreement import AUTO, FP8, Engine
 
 from ..agreement.lm_head import report_heads, unchanged_heads
 from ..agreement.model_files import resolve_by_model
-from ..agreement.names import engine_name, with_rounded, write_key
+from ..agreement.names import engine_name, write_key
 from ..agreement.report import FEATURE, JobEngines, report_engines
-from .training.dtensor import DTYPES, FRAMEWORK
+from .config import FRAMEWORK, PLACE, SECTIONS, read_rollout, read_trained
 
 GROUP = "rollout"
-PLACE = "policy.generation"
 _DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
-_SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
-"""Maps a rollout engine to the section and the key of its dtype in the config."""
 
 
 def coerce_names(generation: Any, place: str = PLACE) -> None:
@@ -36,7 +31,7 @@ def coerce_names(generation: Any, place: str = PLACE) -> None:
     Raises:
         DtypeError: the name at the key ``place`` is unknown, or vLLM would receive two dtypes.
     """
-    name, field = _SECTIONS.get(str(generation.get("backend")), ("", ""))
+    name, field = SECTIONS.get(str(generation.get("backend")), ("", ""))
     section = generation.get(name) or {}
     where = versioned(FRAMEWORK)
     if section.get(field) is not None:
@@ -79,10 +74,10 @@ def read_sides(config: Any) -> JobEngines | None:
         DtypeError: the rollout's dtype name is unknown.
     """
     policy = _part(config, "policy")
-    trainer = _trained(policy, "policy")
+    trainer = read_trained(policy, "policy")
     if trainer is None or not _generates(policy) or _part(config, "teachers"):
         return None
-    rollout, teacher = _resolved(policy), _trained(_part(config, "teacher"), "teacher")
+    rollout, teacher = _resolved(policy), read_trained(_part(config, "teacher"), "teacher")
     others = [engine for engine in (rollout, teacher) if engine is not None]
     return JobEngines(trainer, others)
 
@@ -92,16 +87,10 @@ def _path(policy: Mapping[str, Any]) -> str:
 
 
 def _resolved(policy: Mapping[str, Any]) -> Engine | None:
-    engine = _rollout_of(policy)
+    engine = read_rollout(policy)
     if engine is None:
         return None
     return resolve_by_model(engine, str(policy["generation"].get("backend")), _path(policy))
-
-
-def _trained(section: Mapping[str, Any], name: str) -> Engine | None:
-    written = section.get("precision", "")
-    dtype = DTYPES.get(written)
-    return None if dtype is None else Engine(name, name_of(dtype), f"{name}.precision", written)
 
 
 def _generates(policy: Mapping[str, Any]) -> bool:
@@ -115,42 +104,6 @@ read_heads = unchanged_heads("policy", "NeMo-RL")
 def _part(config: Any, name: str) -> Any:
     part = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return part or {}
-
-
-def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
-    trainer, generation = _trained(policy, "policy"), policy.get("generation")
-    if trainer is None or not isinstance(generation, Mapping):
-        return None
-    backend = str(generation.get("backend"))
-    if backend == "megatron":
-        because = f"{PLACE}.backend is 'megatron', which computes in {trainer.key}"
-        return replace(trainer, subject="rollout", because=because)
-    name, field = _SECTIONS.get(backend, ("", ""))
-    if not name:
-        return None
-    section, at = generation.get(name) or {}, f"{PLACE}.{name}"
-    key, value, because = f"{PLACE}.{name}.{field}", section.get(field), ""
-    if value is not None:
-        read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
-        if read == FP8:
-            because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16"
-    elif name == "vllm_cfg" or name not in generation:
-        return None
-    else:  # NeMo-RL passes SGLang no dtype
-        read, because = AUTO, f"{key} is left out"
-    own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
-    options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
-    if name == "vllm_cfg" and read != FP8:  # with fp8 NeMo-RL itself writes these vllm_kwargs
-        options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"
-    return with_rounded(own, options, at)
-
-
-def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The value and key of the rollout's dtype in a policy's config; ``None`` without rollout."""
-    engine = _rollout_of(policy)
-    if engine is None:
-        return None
-    return ENGINE_NAMES.get(engine.computes, engine.computes), engine.key
 
 
 @seam(

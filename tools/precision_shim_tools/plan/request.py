@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.findings import Problem
 from precision_shim.process import settings as _settings
+from precision_shim.process.versions import version_of
 
 from .record import JobPlan, ModelPlan
 
@@ -52,30 +53,15 @@ class Plannable(Protocol):
     def wrote(self) -> Sequence[Written]:
         """The dtypes that the user wrote for the model."""
 
+    @property
+    def on_megatron(self) -> bool:
+        """Whether Megatron trains the model."""
+
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return variants that need less memory, in the order of their loss of precision."""
-
-
-def read_models(
-    job: Job, readers: Iterable[tuple[str, Callable[[], Plannable]]], problems: list[Problem]
-) -> tuple[Plannable, ...]:
-    """Return the models of a job; a model with a dtype that a worker refuses adds a problem.
-
-    ``readers`` has each model's name, and a function that reads the model's config, and raises the
-    worker's error. A model that cannot be planned is one of the job's ``refusals``.
-    """
-    models = []
-    for subject, read in readers:
-        try:
-            models.append(read())
-        except DtypeError as error:  # noqa: PERF203
-            problems.append(Problem.of(error, subject, error.key))
-        except PlanError as error:
-            job.refusals.append(error)
-    return tuple(models)
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,6 @@ class Request:
     Attributes:
         world_size: number of GPUs that train.
         models: the models that use memory of the GPUs that train.
-        megatron: whether Megatron trains a model of the job.
         problems: illegal config values of the whole job; each model has its own list.
         notes: remarks for the user.
         rollout: whether the job has a rollout.
@@ -95,10 +80,43 @@ class Request:
     version: str | None
     world_size: int
     models: tuple[Plannable, ...]
-    megatron: bool = False
     problems: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     rollout: bool = True
+
+    @property
+    def megatron(self) -> bool:
+        """Whether Megatron trains a model of the job."""
+        return any(model.on_megatron for model in self.models)
+
+
+def read_request(
+    job: Job,
+    world: int,
+    readers: Iterable[tuple[str, Callable[[], Plannable]]],
+    problems: Iterable[Problem],
+    notes: Iterable[str],
+    *,
+    rollout: bool = True,
+) -> Request:
+    """Read the models of a job; a model with a dtype that a worker refuses adds a problem.
+
+    ``readers`` has each model's name, and a function that reads the model's config, and raises the
+    worker's error. A model that cannot be planned is one of the job's ``refusals``. For the other
+    arguments see ``Request``.
+    """
+    models, problems = [], list(problems)
+    for subject, read in readers:
+        try:
+            models.append(read())
+        except DtypeError as error:  # noqa: PERF203
+            problems.append(Problem.of(error, subject, error.key))
+        except PlanError as error:
+            job.refusals.append(error)
+    version = version_of(job.framework, (job.framework.replace("-", "_"),))
+    return Request(
+        job.framework, version, world, tuple(models), tuple(problems), tuple(notes), rollout
+    )
 
 
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"

@@ -10,8 +10,7 @@ from precision_shim.auditing.automatic import tell_without_effect, watch
 from precision_shim.auditing.weight_audit import is_wanted, tell_asked
 
 from ...torch_fp16 import ScaledTraining
-from ..rollout.dtypes import asked_of
-from ..training.dtype_keys import of_fsdp
+from ..config import asked_of, of_fsdp
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
 

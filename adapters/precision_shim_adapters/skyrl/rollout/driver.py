@@ -16,7 +16,8 @@ from ...agreement.lm_head import report_heads
 from ...agreement.names import engine_name, write_key
 from ...agreement.report import FEATURE, report_engines
 from ...agreement.weight_sync import tell_of_wires
-from ..config import ROLLOUT
+from ..config import KEY
+from ..written import ROLLOUT
 from . import dtypes, lm_head
 
 _UTILS = "skyrl.train.utils.utils"
@@ -93,7 +94,7 @@ def compare_tinkers(call: Call) -> Any:
 def _report(config: Any) -> None:
     where = versioned("skyrl")
     # SkyRL parses model_dtype for each weight sync, and rejects "auto".
-    engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, where, also=())
+    engine_name(config.generator.inference_engine.model_dtype, KEY, where, also=())
     ours = partial(in_force, "skyrl")
     report_heads(where, partial(lm_head.read_heads, config, ours), partial(write_key, config))
     both = dtypes.sides_of(config, ours)

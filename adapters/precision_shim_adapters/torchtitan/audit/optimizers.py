@@ -13,8 +13,7 @@ from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ...torch_fp16 import ScaledTraining
-from ..config import written
-from ..rollout.dtypes import KEY
+from ..config import KEY, written
 from ..training.endpoints import remake
 from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, TRAINER
 

@@ -7,23 +7,18 @@ own model, and so accepts float16 for each ``model_type``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, current_settings, decide, seam, versioned
-from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, Engine, compare
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.agreement import AUTO, compare
 
 from ...agreement.lm_head import report_heads
-from ...agreement.names import engine_name, write_key
+from ...agreement.names import write_key
 from ...agreement.report import FEATURE, report_engines
+from ..config import engine_dtype_name, engines, generator_dtype_name
 from ..training.trainers import CONTROLLER, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 from . import lm_head
-
-KEY = "generator.model_dtype"
-TRAINER_KEY = "trainer.training.mixed_precision_param"
 
 _HERE: dict[str, Any] = {
     "feature": FEATURE,
@@ -39,40 +34,7 @@ def coerce_generator(config: Any) -> None:
     Raises:
         DtypeError: the name is unknown.
     """
-    config.model_dtype = _name(config.model_dtype, (AUTO,))
-
-
-def generator_dtype_name(value: Any) -> Any:
-    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
-
-    Raises:
-        DtypeError: the name is unknown, or is ``auto``, which lets vLLM choose the dtype.
-    """
-    if isinstance(value, str) and value.strip().lower() == AUTO:
-        raise DtypeError(
-            f"{versioned(FRAMEWORK)}: {KEY}={value!r}: vLLM chooses the dtype in another process, "
-            "and the trainer has to know it to send the weights in it; allowed here: "
-            "float16/fp16/half, bfloat16/bf16, float32/fp32/float. Write the dtype that vLLM is to "
-            "generate in.",
-            key=KEY,
-        )
-    return _name(value, ())
-
-
-def _name(value: Any, also: Sequence[str]) -> Any:
-    if value is None or value == "":  # the weights are sent in the trainer's dtype
-        return value
-    return engine_name(value, KEY, versioned(FRAMEWORK), also)
-
-
-def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The dtypes of trainer and generator (torchtitan's name); ``None`` if either is not known."""
-    computes = parse_dtype(str(training.mixed_precision_param))
-    generates = parse_dtype(str(model_dtype))
-    if computes is None or generates is None:
-        return None
-    rollout = Engine("rollout", name_of(generates), KEY, model_dtype)
-    return Engine("policy", name_of(computes), TRAINER_KEY), rollout
+    config.model_dtype = engine_dtype_name(config.model_dtype, (AUTO,))
 
 
 @seam(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -110,6 +110,7 @@ class MegatronModel:
     unscaled: str = ""
     fsdp: str | None = None
     alone: tuple[Problem, ...] = ()
+    on_megatron: ClassVar[bool] = True
 
     @property
     def subject(self) -> str:

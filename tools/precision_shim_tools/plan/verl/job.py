@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, version_of, versioned
+from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.findings import Problem
@@ -31,11 +31,11 @@ from ..command import Job
 from ..megatron.model import MegatronModel, misplaced, quantized_in
 from ..megatron.sizes import read_sizes
 from ..record import Decided
-from ..request import Plannable, Request, read_models
+from ..request import Plannable, Request, read_request
 from ..rollout import predict_sides
 from ..shapes import Model
 from ..torch_optimizer import ShardedModel, learning_rate, scaling
-from ..values import mapping, no_adapters, number_of
+from ..values import mapping, number_of
 from . import sections
 from .composing import compose
 from .sections import Section, inner
@@ -45,9 +45,7 @@ _SHARED = "actor_rollout_ref"
 _BETAS = [0.9, 0.999]
 """verl's default of ``optim.betas``, which only torch's optimizers get."""
 
-
-def _where() -> str:
-    return versioned("verl")
+_where = partial(versioned, "verl")
 
 
 def plan_job(job: Job) -> Request:
@@ -79,17 +77,8 @@ def plan_job(job: Job) -> Request:
             "model, engine and optim. Plan the job that trains."
         )
     readers = ((one.subject, partial(_model, job, one, gpus)) for one in found)
-    models = read_models(job, readers, problems)
-    return Request(
-        "verl",
-        version_of("verl", ("verl",)),
-        gpus[0],
-        models,
-        megatron=any(isinstance(model, MegatronModel) for model in models),
-        problems=tuple(problems),
-        notes=(*notes, *_not_judged(found, added), *tell_unresolved(unresolved)),
-        rollout=_SHARED in config,
-    )
+    notes += [*_not_judged(found, added), *tell_unresolved(unresolved)]
+    return read_request(job, gpus[0], readers, problems, notes, rollout=_SHARED in config)
 
 
 def _not_judged(found: Sequence[Section], added: Sequence[str]) -> Iterator[str]:
@@ -172,9 +161,7 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
     own, place = section.model, section.model_key
     adapters = {f"{place}.lora_rank": own, f"{place}.lora.rank": inner(own, f"{place}.lora")}
     for key, keys in adapters.items():
-        rank = _number(keys, key, 0)
-        if rank:
-            job.refusals.append(no_adapters(f"{_where()}, {key}={rank}", f"{key}=0"))
+        job.refuse_adapters(_where(), key, _number(keys, key, 0))
     written = inner(own, f"{place}.override_config")
     others = ("moe_config", "attn_implementation", "model_config")
     overrides = written.get("model_config") or {
