@@ -1,8 +1,8 @@
-"""Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
+"""Audit the weights sent to the rollout: their dtypes, and whether they have more bits than bf16.
 
 An adapter wraps the stream of weights in ``observe``, which changes neither tensors nor order nor
 timing, and adds no collective. At the syncs in ``AT``, the device compares sampled elements with
-their bf16 values; afterwards the host reads two numbers for each group of tensors.
+their bf16 values, and the host reads the results afterwards.
 """
 
 from __future__ import annotations
@@ -108,35 +108,29 @@ def _observed(
 
 
 class _Groups:
-    """Statistics of tensors, by ``BASE`` and ``ADAPTERS``; samples one of ``every`` tensors."""
+    """Tensors by ``BASE`` and ``ADAPTERS``; samples one of ``every`` tensors."""
 
     def __init__(self, every: int = 1, then: torch.dtype | None = None) -> None:
         self._every, self._then = every, then
         self._elements: dict[str, Counter[str]] = {}
-        self._counts: dict[str, list[torch.Tensor]] = {}
+        self._exact: dict[str, list[torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         group = _group_of(name)
         self._elements.setdefault(group, Counter())[live_name(tensor.dtype)] += tensor.numel()
         if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
-            self._counts.setdefault(group, []).append(_counts(_few(tensor), self._then))
+            self._exact.setdefault(group, []).append(_is_exact(_few(tensor), self._then))
 
     def weights(self) -> dict[str, Weights]:
-        found = {}
-        for group, elements in self._elements.items():
-            exact, sampled = _sum_of(self._counts.get(group, []))
-            found[group] = Weights(dict(elements), exact / sampled if sampled else None, sampled)
-        return found
-
-
-def _sum_of(counts: list[torch.Tensor]) -> tuple[int, int]:
-    exact = sampled = 0
-    for device in {pair.device for pair in counts}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
-        both = torch.stack([pair for pair in counts if pair.device == device]).sum(0).tolist()
-        exact, sampled = exact + both[0], sampled + both[1]
-    return exact, sampled
+        # Frameworks pack weights on their own CUDA streams.
+        for device in {one.device for several in self._exact.values() for one in several}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        exact = {group: all(map(bool, several)) for group, several in self._exact.items()}
+        return {
+            group: Weights(dict(elements), exact.get(group))
+            for group, elements in self._elements.items()
+        }
 
 
 class _Looker:
@@ -230,17 +224,12 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """Return evenly spaced elements of this rank's shard of a tensor, as a view."""
     own = local(tensor).detach()
-    if own.is_contiguous():
-        # The distance between elements is odd: an even distance may be a multiple of the row
-        # length, so that all elements are from one column.
-        return own.view(-1)[:: own.numel() // MOST_ELEMENTS | 1]
-    side = max(1, round(MOST_ELEMENTS ** (1 / own.ndim)))
-    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
+    side = max(1, round(MOST_ELEMENTS ** (1 / max(1, own.ndim))))
+    # The distance is odd: an even one may only meet one kind of column, such as one head's.
+    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)]
 
 
-def _counts(values: torch.Tensor, then: torch.dtype | None) -> torch.Tensor:
-    """Count the values of magnitude ``_LEAST`` or more: first those exact in bf16, then all."""
+def _is_exact(values: torch.Tensor, then: torch.dtype | None) -> torch.Tensor:
+    """Whether bf16 represents each value of magnitude ``_LEAST`` or more, on the device."""
     wide = (values if then is None else values.to(then)).float()
-    normal = wide.abs() >= _LEAST
-    exact = normal & (wide == wide.bfloat16().float())
-    return torch.stack([exact.sum(), normal.sum()])
+    return (~(wide.abs() >= _LEAST) | (wide == wide.bfloat16().float())).all()

@@ -25,6 +25,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from .. import __version__
 from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
+from ..files.writing import write_whole
 from .belonging import Files, files_beneath, fingerprint, fingerprints
 from .record import (
     FILE_NAME,
@@ -242,7 +243,7 @@ def save(
         record = signed(record, {name: one for prints in every for name, one in prints.items()})
     if _place(group)[0] == 0:
         try:
-            _write(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
+            write_whole(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
         except OSError as error:
             failure = (
                 f"{path}: cannot write the loss scaler's state ({error.strerror or error}). A job "
@@ -328,27 +329,6 @@ def _restore(
         told = "it does not say which files it was written with, so it is not compared with them"
         return (*lines, told)
     return lines
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Each writer has its own temporary name, so that two simultaneous saves leave a complete file.
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not every file system can flush a directory
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def raise_together(failure: str, group: dist.ProcessGroup | None = None) -> None:

@@ -51,11 +51,11 @@ def part(one: Reading) -> AuditPart:
 
 
 def problems(one: Reading, **expected: str) -> list[Finding]:
-    return list(rules.problems(one, part(one), expected, WHERE))
+    return rules.find(one, part(one), expected, WHERE)[0]
 
 
 def notes(one: Reading) -> list[str]:
-    return [found.code for found in rules.notes(one, part(one), WHERE)]
+    return [found.code for found in rules.find(one, part(one), {}, WHERE)[1]]
 
 
 def told(found: list[Finding]) -> list[tuple[str, str | None, str, str]]:
@@ -318,7 +318,7 @@ def test_a_note_on_a_second_moment_that_cannot_decay(betas: Any, dtype: Any, stu
     for one in (live, later):
         assert notes(one) == (["second-moment-stuck"] if stuck else [])
     if stuck:
-        (found,) = rules.notes(live, part(live), WHERE)
+        _, (found,) = rules.find(live, part(live), {}, WHERE)
         assert found.found == "bf16 at beta2 0.999"
         assert found.component == "exp_avg_sq"
 
