@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class Comparison:
         whose: framework and subject.
         part: names of the audit's parts, such as ``"dense+experts"``.
         audits: the audit of each rank that has one, by rank.
-        differ: by rank outside the majority: each differing key's majority value and own value.
+        differ: by rank that differs: each differing key's value on most ranks, and its own value.
         missing: ranks without an audit.
     """
 
@@ -177,20 +178,10 @@ def _differing(found: Mapping[int, Audit]) -> dict[int, dict[str, tuple[Any, Any
         }
         for rank, audit in found.items()
     }
-    most = _majority(said.values())
-    if all(unlike(most, statement) for statement in said.values()):
-        # If no rank agrees with the majority on all keys, compare with the rank that differs least.
-        most = min(said.values(), key=lambda statement: len(unlike(most, statement)))
+    # Compare with the rank whose values most ranks share; in a tie, with the lowest rank.
+    votes = Counter((key, shown(value)) for each in said.values() for key, value in each.items())
+    most = max(said.values(), key=lambda each: sum(votes[k, shown(v)] for k, v in each.items()))
     return {rank: what for rank, each in said.items() if (what := unlike(most, each))}
-
-
-def _majority(said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the most frequent value of each key; in a tie, the value of the lowest rank."""
-    votes: dict[str, dict[str, list[Any]]] = {}
-    for statement in said:
-        for key, value in statement.items():
-            votes.setdefault(key, {}).setdefault(shown(value), []).append(value)
-    return {key: max(by_value.values(), key=len)[0] for key, by_value in votes.items()}
 
 
 def numbers(ranks: Sequence[int]) -> str:

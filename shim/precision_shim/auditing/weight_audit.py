@@ -35,6 +35,9 @@ _LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are e
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_Groups = dict[str, tuple[Counter[str], list[torch.Tensor]]]
+"""Elements by dtype, and whether bf16 represents each sample, of ``BASE`` and ``ADAPTERS``."""
+
 T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
 
@@ -107,32 +110,6 @@ def _observed(
     looker.guard(looker.write)
 
 
-class _Groups:
-    """Tensors by ``BASE`` and ``ADAPTERS``; samples one of ``every`` tensors."""
-
-    def __init__(self, every: int = 1, then: torch.dtype | None = None) -> None:
-        self._every, self._then = every, then
-        self._elements: dict[str, Counter[str]] = {}
-        self._exact: dict[str, list[torch.Tensor]] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        group = _group_of(name)
-        self._elements.setdefault(group, Counter())[live_name(tensor.dtype)] += tensor.numel()
-        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
-            self._exact.setdefault(group, []).append(_is_exact(_few(tensor), self._then))
-
-    def weights(self) -> dict[str, Weights]:
-        # Frameworks pack weights on their own CUDA streams.
-        for device in {one.device for several in self._exact.values() for one in several}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        exact = {group: all(map(bool, several)) for group, several in self._exact.items()}
-        return {
-            group: Weights(dict(elements), exact.get(group))
-            for group, elements in self._elements.items()
-        }
-
-
 class _Looker:
     """Audits the weights of one sync."""
 
@@ -141,8 +118,9 @@ class _Looker:
     ) -> None:
         self._record, self._then, self._chunks = record, then, chunks
         self._who = f"{record.framework} {record.subject}"
-        self._sent, self._own = _Groups(), _Groups()
-        self._quantised = 0
+        self._sent: _Groups = {}
+        self._own: _Groups = {}
+        self._every, self._quantised = 1, 0
         self._failed = False
 
     def guard(self, act: Callable[..., None], *args: Any) -> None:
@@ -166,10 +144,9 @@ class _Looker:
             for chunk in self._chunks
             for name, parameter in chunk.named_parameters()
         ]
-        every = max(1, len(named) // MOST_TENSORS)
-        self._sent, self._own = _Groups(every, self._then), _Groups(every)
+        self._every = max(1, len(named) // MOST_TENSORS)
         for name, parameter in named:
-            self._own.add(name, parameter)
+            self._add(self._own, name, parameter)
         heads = [
             head
             for chunk in self._chunks
@@ -184,6 +161,14 @@ class _Looker:
             computes=name_of(computes) if computes in SIXTEEN_BIT else "",
         )
 
+    def _add(
+        self, groups: _Groups, name: str, tensor: torch.Tensor, then: torch.dtype | None = None
+    ) -> None:
+        elements, exact = groups.setdefault(_group_of(name), (Counter(), []))
+        elements[live_name(tensor.dtype)] += tensor.numel()
+        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
+            exact.append(_is_exact(_few(tensor), then))
+
     def look_at(self, name: str, tensor: Any) -> None:
         """Read a tensor that is sent."""
         if not isinstance(tensor, torch.Tensor):
@@ -191,14 +176,14 @@ class _Looker:
         if tensor.element_size() == 1:
             self._quantised += name.endswith(".weight")
         else:
-            self._sent.add(name, tensor)
+            self._add(self._sent, name, tensor, self._then)
 
     def write(self) -> None:
         """Write the record into ``PRECISION_SHIM_AUDIT_DIR``, and warn of its contradictions."""
         sent = replace(
             self._record,
-            sent=self._sent.weights(),
-            own=self._own.weights(),
+            sent=_weights(self._sent),
+            own=_weights(self._own),
             quantised=self._quantised,
         )
         directory = current_settings()["audit_dir"]
@@ -209,6 +194,16 @@ class _Looker:
         if sent.rank == 0:
             for code, message in sent.contradictions():
                 _journal.warn(f"{self._who}: {code}: {message}", stacklevel=None)
+
+
+def _weights(groups: _Groups) -> dict[str, Weights]:
+    # Frameworks pack weights on their own CUDA streams.
+    for device in {one.device for _, exact in groups.values() for one in exact if one.is_cuda}:
+        torch.cuda.synchronize(device)
+    return {
+        group: Weights(dict(elements), all(map(bool, exact)) if exact else None)
+        for group, (elements, exact) in groups.items()
+    }
 
 
 def _group_of(name: str) -> str:

@@ -163,7 +163,7 @@ def test_masters_that_the_optimizer_foretells(stepped: bool, master: Any, code: 
     one = reading(
         owned=[owned(**states)],
         wanted=wanted(masters={BF16: FP32}),
-        declared_states=DeclaredStates(master={BF16: master}.__getitem__),
+        declared_states=DeclaredStates(master={BF16: master}.get),
     )
     assert [found.code for found in problems(one)] == code
 
