@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .record import OF_MODEL, SOME, Audit, AuditPart, Finding
+
+T = TypeVar("T")
 
 _PASSING = ("grad_copies", "other")
 """Components whose dtypes may differ between ranks: they exist only in a step, or count steps."""
@@ -72,11 +74,11 @@ class Comparison:
     @property
     def problems(self) -> dict[str, list[int]]:
         """Map each problem's text to the ranks that have the problem."""
-        found: dict[str, list[int]] = {}
-        for rank, audit in self.audits.items():
-            for problem in audit.problems:
-                found.setdefault(f"{problem.code}: {problem.message}", []).append(rank)
-        return found
+        return grouped(
+            (f"{problem.code}: {problem.message}", rank)
+            for rank, audit in self.audits.items()
+            for problem in audit.problems
+        )
 
     @property
     def before_step(self) -> list[int]:
@@ -101,14 +103,10 @@ class Comparison:
         alike = self.alike
         example = max((self.audits[rank] for rank in alike), key=lambda audit: audit.complete)
         lines.append(f"  {numbers(alike)}: {example.brief()}")
-        by_what: dict[str, list[int]] = {}
-        for rank, what in self.differ.items():
-            texts = (
-                f"{key} is {shown(there)}, elsewhere {shown(here)}"
-                for key, (here, there) in what.items()
-            )
-            by_what.setdefault("; ".join(texts), []).append(rank)
-        lines += [f"  differs, {numbers(ranks)}: {text}" for text, ranks in by_what.items()]
+        texts = (
+            ("; ".join(map(_difference, what.items())), rank) for rank, what in self.differ.items()
+        )
+        lines += [f"  differs, {numbers(ranks)}: {text}" for text, ranks in grouped(texts).items()]
         lines += [
             f"  {text}: {numbers(ranks)}"
             for text, ranks in (
@@ -140,6 +138,19 @@ class Comparison:
             "before_step": self.before_step,
             "without_some": self.without_some,
         }
+
+
+def _difference(item: tuple[str, tuple[Any, Any]]) -> str:
+    key, (elsewhere, there) = item
+    return f"{key} is {shown(there)}, elsewhere {shown(elsewhere)}"
+
+
+def grouped(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
+    """Map the first of each pair to the ranks that it is paired with."""
+    found: dict[T, list[int]] = {}
+    for what, rank in pairs:
+        found.setdefault(what, []).append(rank)
+    return found
 
 
 def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..files.writing import write_whole
 from ..precision.agreement import CANONICAL
 from .files import read_files
-from .ranks import numbers
+from .ranks import grouped, numbers
 
 SUFFIX = ".rollout.json"
 BASE, ADAPTERS = "weights", "adapters"
@@ -141,11 +141,7 @@ class WeightAudit:
     @property
     def contradictions(self) -> dict[tuple[str, str], list[int]]:
         """Map each contradiction (code and message) to the ranks that have it."""
-        found: dict[tuple[str, str], list[int]] = {}
-        for record in self.sent:
-            for contradiction in record.contradictions():
-                found.setdefault(contradiction, []).append(record.rank)
-        return found
+        return grouped((one, each.rank) for each in self.sent for one in each.contradictions())
 
     @property
     def ok(self) -> bool:
@@ -155,10 +151,8 @@ class WeightAudit:
     def lines(self) -> list[str]:
         """Return the records and contradictions as lines of text."""
         lines = [f"{self.framework}, weights to the rollout"]
-        by_text: dict[str, list[int]] = {}
-        for record in self.sent:
-            by_text.setdefault(str(record), []).append(record.rank)
-        lines += [f"  sent, {numbers(ranks)}: {text}" for text, ranks in by_text.items()]
+        texts = grouped((str(record), record.rank) for record in self.sent)
+        lines += [f"  sent, {numbers(ranks)}: {text}" for text, ranks in texts.items()]
         lines += [
             f"  contradiction, {numbers(ranks)}: {code}: {message}"
             for (code, message), ranks in self.contradictions.items()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..precision.dtypes import live_name, name_of
+from ..precision.effect import COMPUTES
 from ..precision.lm_head import HEAD_MARK
 from ..process.session import current_settings
 from ..reporting import journal as _journal
@@ -23,7 +24,7 @@ from . import files, latest, sent_weights
 from .audits import rank_of_job
 from .reading import SIXTEEN_BIT, local
 from .sent_weights import ADAPTERS, BASE, Sent, Weights
-from .torch_reader import mixed_dtype, shards_by_gathered
+from .torch_reader import mixed_dtypes, shards_by_gathered
 
 AT = (1, 2, 8, 64, 512, 4096)
 """Numbers of the weight syncs that are audited; the first sync is number 1."""
@@ -154,7 +155,7 @@ class _Looker:
             if (head := vars(module).get(HEAD_MARK))
         ]
         held = {parameter.dtype for name, parameter in named if _group_of(name) == BASE}
-        computes = mixed_dtype(self._chunks) or (held.pop() if len(held) == 1 else None)
+        computes = mixed_dtypes(self._chunks).get(COMPUTES) or (len(held) == 1 and held.pop())
         self._record = replace(
             self._record,
             head=heads[-1] if heads else "",
