@@ -80,7 +80,7 @@ def find(
     problems, notes = [*_problems(reading, part, expected, wrote)], [*_notes(reading)]
     bare, most = _no_master(reading, mend)
     if bare:
-        (problems if most else notes).append((NO_MASTER, "master", "fp32", NOTHING, bare))
+        (problems if most else notes).insert(0, (NO_MASTER, "master", "fp32", NOTHING, bare))
     if part.scaler is None and any(p.dtype is torch.float16 for p in reading.trainable):
         known = reading.wanted is not None or reading.scaler is not None
         (problems if known else notes).append(_no_scaler(reading))
