@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import LossScaleError
-from ..precision.scaler_record import MAX_SKIPS
 from ..reporting.journal import announce
+from .record import MAX_SKIPS
 
 
 @dataclass

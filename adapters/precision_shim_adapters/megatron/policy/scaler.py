@@ -10,7 +10,7 @@ import torch
 from precision_shim.adapting import Settings, parse_settings
 from precision_shim.errors import SettingsError
 from precision_shim.precision.dtypes import name_of
-from precision_shim.precision.scaler_record import in_words
+from precision_shim.scaling.record import in_words
 
 from .optimizer_plan import scaler_row
 from .requested import RequestedConfig

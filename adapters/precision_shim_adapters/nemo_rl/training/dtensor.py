@@ -16,11 +16,11 @@ import torch
 
 from precision_shim.adapting import Call, in_force, seam, versioned, warn
 from precision_shim.errors import SeamError
+from precision_shim.scaling import files_of_rank
 
 from ...common.ray_actors import class_beneath, put_in_front
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.auxiliary import auxiliary_losses
-from ...torch_fp16.files import files_of_rank, saved_aside
 from ...torch_fp16.states import make_missing_states
 from ..config import FRAMEWORK, read_section, scaled_because
 from .workers import DTENSOR, INHERITED, TRAIN, VALUE_V2, exported, group_at, mixin
@@ -177,7 +177,7 @@ def save_checkpoint(call: Call, weights_path: Any, optimizer_path: Any) -> Any:
             training.save(optimizer_path)
             return result
         places = _places(optimizer_path, weights_path)
-        with saved_aside(training, optimizer_path, places) as aside:
+        with training.saved_aside(optimizer_path, places) as aside:
             call.arguments["optimizer_path"], call.arguments["weights_path"] = aside.values()
             return call.proceed()
 

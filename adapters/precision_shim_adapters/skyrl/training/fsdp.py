@@ -132,7 +132,7 @@ def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
         return call.proceed()
     from skyrl.backends.skyrl_train.utils.io.io import is_cloud_path
 
-    with SaveAside({} if is_cloud_path(ckpt_dir) else {"": ckpt_dir}, None) as aside:
+    with SaveAside({} if is_cloud_path(ckpt_dir) else {"": ckpt_dir}) as aside:
         place = aside.places.get("", ckpt_dir)
         record = training.record(_files(call.instance, place), aside.name)
         call.arguments["client_state"] = {**(client_state or {}), CLIENT_KEY: record}

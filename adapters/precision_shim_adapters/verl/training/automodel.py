@@ -133,12 +133,11 @@ def save(call: Call, local_path: Any) -> Any:
     training, optimizer = training_of(call.instance), call.instance.optimizer
     if training is None or not training.drives:
         return call.proceed()
-    from ...torch_fp16.files import saved_aside
     from ...torch_fp16.states import make_missing_states
 
     make_missing_states(optimizer)
     place = os.path.join(local_path, _OPTIMIZER)
-    with saved_aside(training, place, {"../": local_path}) as aside:
+    with training.saved_aside(place, {"../": local_path}) as aside:
         call.arguments["local_path"] = aside["../"]
         return call.proceed()
 
@@ -154,7 +153,7 @@ def load(call: Call, local_path: Any) -> Any:
     result = call.proceed()
     training = training_of(call.instance)
     if training is not None and training.drives:
-        from ...torch_fp16.files import files_of_rank
+        from precision_shim.scaling import files_of_rank
 
         place = os.path.join(local_path, _OPTIMIZER)
         training.restore(place, files_of_rank({"": place, "../": local_path}))

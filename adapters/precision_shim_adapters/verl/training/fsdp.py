@@ -20,7 +20,7 @@ from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim.precision.effect import COMPUTES, REDUCES, Written, names_precision, values_of
-from precision_shim.precision.scaler_record import ScalerSettings
+from precision_shim.scaling.record import ScalerSettings
 
 from ... import torch_fp16
 from ...torch_fp16 import FEATURE
