@@ -7,8 +7,15 @@ docs/both-sides.md, arXiv 2510.26788.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from .findings import Decision, Findings, Problem
+
+FEATURE = "rollout-agreement"
+FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
+KEYS = "dtype keys"
+"""The subject of the decision on the keys that ``PRECISION_SHIM_ROLLOUT=follow`` writes."""
 
 ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Maps a dtype's canonical name to its name in vLLM, SGLang and the frameworks' parsers."""
@@ -69,6 +76,115 @@ class Verdict:
     chosen: str
     because: str
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A weight sync, as the job's config describes it.
+
+    Attributes:
+        subject: the engine that receives the weights, such as ``"rollout"``.
+        computes: canonical name of the dtype that the engine computes in.
+        sent: canonical name of the dtype in which the weights are sent.
+        because: why the weights are sent in the dtype ``sent``.
+        key: the config's key for the dtype of the sent weights.
+        remedy: the remedy, as a sentence.
+    """
+
+    subject: str
+    computes: str
+    sent: str
+    because: str
+    key: str
+    remedy: str
+
+
+def judge_engines(
+    framework: str,
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    *,
+    follow: bool,
+    may_write: bool,
+) -> tuple[Findings, dict[str, str]]:
+    """Compare the engines of a job with its trainer.
+
+    Args:
+        framework: the framework's name.
+        where: framework and version, such as ``"verl 0.9.1"``.
+        trainer: the trained policy.
+        others: the job's other engines.
+        follow: whether the user asks for the trainer's dtype in all engines.
+        may_write: whether the config that the engines are started from can still change.
+
+    Returns:
+        The findings, and the config keys to write with their values.
+    """
+    writes, changes, decided, problems = {}, [], [], []
+    for other in others:
+        value = value_to_follow(trainer, other) if follow and may_write else ""
+        if value:
+            writes[other.key] = value
+            before = "not set" if other.value is None else other.value
+            changes.append(f"{other.key}: {before} -> {value}")
+            other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdict = compare(trainer, other)
+        decided.append((other.subject, verdict.chosen, verdict.because))
+        if verdict.lost:
+            texts = _message_of(where, trainer, verdict, follow=follow)
+            problems.append(Problem("rollout-dtype", other.subject, other.key, *texts))
+    if changes:
+        decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
+    found = (Decision(framework, subject, FEATURE, *texts) for subject, *texts in decided)
+    return Findings(tuple(found), tuple(problems)), writes
+
+
+def _message_of(where: str, trainer: Engine, verdict: Verdict, *, follow: bool) -> tuple[str, str]:
+    """The two parts of the message about a disagreement: the difference and the remedy."""
+    other = verdict.engine
+    message = (
+        f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
+        f"{other.subject} in {other.computes} ({verdict.because})"
+    )
+    if not verdict.remedy:
+        remedy = f"Train in bf16 ({trainer.key}), and let the {other.subject} compute in bf16."
+    elif follow or not other.follows:
+        remedy = f"Write {verdict.remedy}."
+    else:
+        remedy = f"Write {verdict.remedy}, or set {FOLLOWED}."
+    return message, remedy
+
+
+def judge_wires(framework: str, where: str, wires: Sequence[Wire]) -> Findings:
+    """Find the weight syncs that round; it is a problem if the engine computes in fp16.
+
+    For ``framework`` and ``where`` see ``judge_engines``.
+    """
+    rounding = [one for one in wires if rounds(one.sent, one.computes)]
+    decisions = (
+        Decision(
+            framework,
+            one.subject,
+            FEATURE,
+            f"weights go out in {one.sent}, and the {one.subject} computes in {one.computes}",
+            one.because,
+        )
+        for one in rounding
+    )
+    problems = (
+        Problem(
+            "rollout-dtype",
+            one.subject,
+            one.key,
+            f"{where}: the {one.subject} computes in {one.computes}, and its weights go out in "
+            f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}",
+            one.remedy,
+        )
+        for one in rounding
+        if one.computes == "fp16"
+    )
+    return Findings(tuple(decisions), tuple(problems))
 
 
 def compare(trainer: Engine, other: Engine) -> Verdict:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
+from precision_shim.adapting import Decision, Findings, versioned
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine, Wire, judge_wires
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ...agreement import model_files
 from ...agreement.lm_head import IsInForce
 from ...agreement.names import with_rounded, write_key
-from ...agreement.report import JobEngines
-from ...agreement.weight_sync import Wire
+from ...agreement.report import FEATURE, Sides
 from ...megatron import DISPATCH, GROUP
 from ...torch_fp16 import FEATURE as FSDP_SCALING
 from ..config import INFERENCE, MODEL_DTYPE, named
@@ -42,8 +42,8 @@ _MIXED = "mixed_precision"
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
 
 
-def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngines:
-    """Read the dtypes of the models of a job that has a rollout.
+def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> Sides:
+    """Read the dtypes of the models of a job that has a rollout, but no LM heads.
 
     ``trainer`` is ``None`` if the policy's dtype depends on a checkpoint on another machine.
     ``directory`` is the model's, if it is not the directory in the config.
@@ -58,7 +58,20 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
     if ref is not None:
         others.insert(0, ref)
     policy = _read_trained(trainer, "policy", in_force, directory)
-    return JobEngines(policy, tuple(others))
+    decided = []
+    if policy is None:
+        because = (
+            f"trainer.bf16={trainer.bf16}, and the dtype of the checkpoint decides, which is not "
+            f"on this machine: {trainer.policy.model.path}"
+        )
+        decided.append(_decided("rollout", "not compared with the policy", because))
+    elif policy.because:
+        decided.append(_decided("policy", policy.computes, policy.because))
+    return Sides("skyrl", versioned("skyrl"), policy, others, decided=tuple(decided))
+
+
+def _decided(subject: str, chosen: str, because: str) -> Decision:
+    return Decision("skyrl", subject, FEATURE, chosen, because)
 
 
 def _read_trained(trainer: Any, role: str, in_force: IsInForce, directory: str) -> Engine | None:
@@ -108,15 +121,6 @@ def _on_fsdp(trainer: Any, role: str, in_force: IsInForce) -> Engine:
     # No value of param_dtype gives fp32 matrix products, because SkyRL autocasts to bf16.
     values = {"bf16": "bfloat16", "fp16": "float16"}
     return Engine(role, asked if in_fp16 else "bf16", key, written, because, values=values)
-
-
-def not_compared(config: Any) -> tuple[str, str]:
-    """The decision that the shim reports, and its reason, if the policy's dtype is not known."""
-    return (
-        "not compared with the policy",
-        f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
-        f"not on this machine: {config.trainer.policy.model.path}",
-    )
 
 
 def _rollouts(engines: Any, path: str) -> list[Engine]:
@@ -181,8 +185,14 @@ def hand_on_names(config: Any) -> None:
             setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
 
 
-def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
-    """Make SkyRL send the weights in the engines' dtype; return the decision and its reason.
+def judge_syncs(config: Any, *, may_write: bool) -> Findings:
+    """Find the weight syncs that round; if ``may_write``, first change what SkyRL sends."""
+    sent = _send_in_engines_dtype(config) if may_write else Findings()
+    return sent + judge_wires("skyrl", versioned("skyrl"), _wires(config))
+
+
+def _send_in_engines_dtype(config: Any) -> Findings:
+    """Make SkyRL send the weights in the engines' dtype; return the decision.
 
     If a section such as ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL,
     which casts to ``model_dtype``, would round the weights twice.
@@ -190,10 +200,11 @@ def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
     engines = config.generator.inference_engine
     computes, before = _computes(config), engines.model_dtype
     if len(computes) != 1 or computes & {AUTO, FP8, _canonical(named(before))}:
-        return []
+        return Findings()
     (dtype,) = computes
     engines.model_dtype = ENGINE_NAMES[dtype]
-    return [(f"weights go out in {dtype}", f"{KEY}: {before} -> {engines.model_dtype}")]
+    because = f"{KEY}: {before} -> {engines.model_dtype}"
+    return Findings((_decided("rollout", f"weights go out in {dtype}", because),))
 
 
 def write(config: Any, key: str, value: str) -> None:
@@ -211,7 +222,7 @@ def write(config: Any, key: str, value: str) -> None:
     write_key(config, key, value)
 
 
-def wires_of(config: Any) -> list[Wire]:
+def _wires(config: Any) -> list[Wire]:
     """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
     engines = config.generator.inference_engine
     sent, because = _canonical(named(engines.model_dtype)), f"SkyRL casts to {KEY}"

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, current_settings, decide, seam, versioned
+from precision_shim.adapting import Call, Settings, current_settings, decide, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, Engine, compare
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ...agreement.lm_head import report_heads
 from ...agreement.names import engine_name, write_key
-from ...agreement.report import FEATURE, report_engines
+from ...agreement.report import FEATURE, Sides, report_sides
 from ..training.trainers import CONTROLLER, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 from . import lm_head
 
@@ -75,6 +74,22 @@ def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
     return Engine("policy", name_of(computes), TRAINER_KEY), rollout
 
 
+def read_sides(config: Any, settings: Settings) -> Sides:
+    """Read both sides of an RL job's config."""
+    both = engines(config.trainer.training, config.generator.model_dtype)
+    # Trainer and generators have one LM head, which ``settings`` may ask for in fp32.
+    heads = lm_head.read_heads(config) if settings["head"] == "fp32" else ()
+    trainer, others = (both[0], both[1:]) if both is not None else (None, ())
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
+
+
+def _write(config: Any, key: str, value: object) -> None:
+    if key == lm_head.CONVERTER:
+        lm_head.write(config)
+    else:
+        write_key(config, key, value)
+
+
 @seam(
     f"{GENERATORS}.Config.__init__",
     why="the driver's config goes on to the trainer and to vLLM",
@@ -112,12 +127,7 @@ def build_controller(call: Call, config: Any) -> Any:
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
     coerce_generator(generator)
-    if current_settings()["head"] == "fp32":  # trainer and generators have one LM head
-        read = partial(lm_head.read_heads, config)
-        report_heads(versioned(FRAMEWORK), read, lambda *_: lm_head.write(config))
-    both = engines(config.trainer.training, generator.model_dtype)
-    if both is not None:
-        report_engines(versioned(FRAMEWORK), both[0], both[1:], partial(write_key, config))
+    report_sides(read_sides(config, current_settings()), partial(_write, config))
     return call.proceed()
 
 
