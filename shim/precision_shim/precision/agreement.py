@@ -61,17 +61,13 @@ class Verdict:
     """The result of comparing a trainer with another engine of its job.
 
     Attributes:
-        engine: the engine that is compared with the trainer.
-        agrees: whether the engine and the trainer compute in the same dtype.
         lost: whether the user must change the config: the engine cannot run the model in fp16, or
             the trainer computes in fp16 and the engine in bf16.
         chosen: text on the dtypes of the engine and the trainer.
-        because: text on the reason for ``agrees`` and ``lost``.
+        because: text on the reason for ``chosen`` and ``lost``.
         remedy: the config line that gives the engine the trainer's dtype; empty if none can.
     """
 
-    engine: Engine
-    agrees: bool
     lost: bool
     chosen: str
     because: str
@@ -99,6 +95,65 @@ class Wire:
     remedy: str
 
 
+def compare(trainer: Engine, other: Engine) -> Verdict:
+    """Compare a trainer (fp16, bf16, fp32) with another engine of its job."""
+    found = _compare(trainer, other)
+    what, key = other.rounded
+    if not what or found.chosen == other.computes:  # the model is refused, or nothing is rounded
+        return found
+    computes = "the checkpoint's dtype" if other.computes == AUTO else other.computes
+    return replace(
+        found,
+        chosen=f"{computes} with {what} beside the {trainer.subject}'s {trainer.computes}",
+        because=f"{found.because}; {key}: the engine rounds once more, so its probabilities differ",
+    )
+
+
+def _compare(trainer: Engine, other: Engine) -> Verdict:
+    whose, dtype = f"the {trainer.subject}'s {trainer.computes}", other.computes
+    source = other.because or other.key
+    value = other.values.get(trainer.computes, "")
+    remedy = f"{other.prefix}{other.key}={value}" if other.key and value else ""
+    if trainer.computes == "fp16" and other.refuses:
+        remedy = ""
+    if dtype == "fp16" and other.refuses:
+        return Verdict(True, dtype, other.refuses, remedy)
+    if dtype == trainer.computes:
+        return Verdict(False, f"{dtype}, as the {trainer.subject}", source)
+    # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
+    lost = trainer.computes == "fp16" and dtype == "bf16"
+    if dtype == FP8:
+        because = f"{source}: its weights are rounded to fp8, so its probabilities differ"
+        return Verdict(False, f"fp8 beside {whose}", because)
+    if dtype == AUTO:
+        chosen = f"the checkpoint's dtype beside {whose}"
+        reason = "which dtype that is, is not known here; the engine's own log names it"
+        reason += f", and {remedy} sets it" if remedy else ""
+    else:
+        chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, lost=lost)
+    return Verdict(lost, chosen, f"{source}: {reason}", remedy)
+
+
+def _harm(subject: str, *, lost: bool) -> str:
+    kept = ", and the mismatch that fp16 removes stays" if lost else ""
+    if subject == "rollout":
+        return f"the two round differently{kept}"
+    return "the two round differently, which adds to the KL term"
+
+
+def _value_to_follow(trainer: Engine, other: Engine) -> str:
+    """The value that gives another engine's key the trainer's dtype; empty if it is not written.
+
+    An engine with fp8 weights keeps them, and none is made to run a model that it refuses.
+    """
+    dtype = trainer.computes
+    if not other.key or not other.follows or other.computes in (dtype, FP8):
+        return ""
+    if dtype == "fp16" and other.refuses:
+        return ""
+    return other.values.get(dtype, "")
+
+
 def judge_engines(
     framework: str,
     where: str,
@@ -121,28 +176,29 @@ def judge_engines(
     Returns:
         The findings, and the config keys to write with their values.
     """
-    writes, changes, decided, problems = {}, [], [], []
+    found, writes, changes = Findings(), {}, []
     for other in others:
-        value = value_to_follow(trainer, other) if follow and may_write else ""
+        value = _value_to_follow(trainer, other) if follow and may_write else ""
         if value:
             writes[other.key] = value
             before = "not set" if other.value is None else other.value
             changes.append(f"{other.key}: {before} -> {value}")
             other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
         verdict = compare(trainer, other)
-        decided.append((other.subject, verdict.chosen, verdict.because))
-        if verdict.lost:
-            texts = _message_of(where, trainer, verdict, follow=follow)
-            problems.append(Problem("rollout-dtype", other.subject, other.key, *texts))
+        made = Decision(framework, other.subject, FEATURE, verdict.chosen, verdict.because)
+        texts = _message_of(where, trainer, other, verdict, follow=follow)
+        problem = Problem("rollout-dtype", other.subject, other.key, *texts)
+        found += Findings((made,), (problem,) if verdict.lost else ())
     if changes:
-        decided.insert(0, (KEYS, "; ".join(changes), FOLLOWED))
-    found = (Decision(framework, subject, FEATURE, *texts) for subject, *texts in decided)
-    return Findings(tuple(found), tuple(problems)), writes
+        made = Decision(framework, KEYS, FEATURE, "; ".join(changes), FOLLOWED)
+        found = Findings((made,)) + found
+    return found, writes
 
 
-def _message_of(where: str, trainer: Engine, verdict: Verdict, *, follow: bool) -> tuple[str, str]:
+def _message_of(
+    where: str, trainer: Engine, other: Engine, verdict: Verdict, *, follow: bool
+) -> tuple[str, str]:
     """The two parts of the message about a disagreement: the difference and the remedy."""
-    other = verdict.engine
     message = (
         f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
         f"{other.subject} in {other.computes} ({verdict.because})"
@@ -161,92 +217,16 @@ def judge_wires(framework: str, where: str, wires: Sequence[Wire]) -> Findings:
 
     For ``framework`` and ``where`` see ``judge_engines``.
     """
-    rounding = [one for one in wires if rounds(one.sent, one.computes)]
-    decisions = (
-        Decision(
-            framework,
-            one.subject,
-            FEATURE,
-            f"weights go out in {one.sent}, and the {one.subject} computes in {one.computes}",
-            one.because,
-        )
-        for one in rounding
-    )
-    problems = (
-        Problem(
-            "rollout-dtype",
-            one.subject,
-            one.key,
+    found = Findings()
+    for one in wires:
+        if one.sent in ("fp32", one.computes):
+            continue
+        chosen = f"weights go out in {one.sent}, and the {one.subject} computes in {one.computes}"
+        message = (
             f"{where}: the {one.subject} computes in {one.computes}, and its weights go out in "
-            f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}",
-            one.remedy,
+            f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}"
         )
-        for one in rounding
-        if one.computes == "fp16"
-    )
-    return Findings(tuple(decisions), tuple(problems))
-
-
-def compare(trainer: Engine, other: Engine) -> Verdict:
-    """Compare a trainer (fp16, bf16, fp32) with another engine of its job."""
-    found = _compare(trainer, other)
-    what, key = other.rounded
-    if not what or found.chosen == other.computes:  # the model is refused, or nothing is rounded
-        return found
-    computes = "the checkpoint's dtype" if other.computes == AUTO else other.computes
-    return replace(
-        found,
-        agrees=False,
-        chosen=f"{computes} with {what} beside the {trainer.subject}'s {trainer.computes}",
-        because=f"{found.because}; {key}: the engine rounds once more, so its probabilities differ",
-    )
-
-
-def _compare(trainer: Engine, other: Engine) -> Verdict:
-    whose, dtype = f"the {trainer.subject}'s {trainer.computes}", other.computes
-    source = other.because or other.key
-    value = other.values.get(trainer.computes, "")
-    remedy = f"{other.prefix}{other.key}={value}" if other.key and value else ""
-    if trainer.computes == "fp16" and other.refuses:
-        remedy = ""
-    if dtype == "fp16" and other.refuses:
-        return Verdict(other, False, True, dtype, other.refuses, remedy)
-    if dtype == trainer.computes:
-        return Verdict(other, True, False, f"{dtype}, as the {trainer.subject}", source)
-    # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
-    lost = trainer.computes == "fp16" and dtype == "bf16"
-    if dtype == FP8:
-        because = f"{source}: its weights are rounded to fp8, so its probabilities differ"
-        return Verdict(other, False, False, f"fp8 beside {whose}", because)
-    if dtype == AUTO:
-        chosen = f"the checkpoint's dtype beside {whose}"
-        reason = "which dtype that is, is not known here; the engine's own log names it"
-        reason += f", and {remedy} sets it" if remedy else ""
-    else:
-        chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, lost=lost)
-    return Verdict(other, False, lost, chosen, f"{source}: {reason}", remedy)
-
-
-def value_to_follow(trainer: Engine, other: Engine) -> str:
-    """The value that gives another engine's key the trainer's dtype; empty if it is not written.
-
-    An engine with fp8 weights keeps them, and none is made to run a model that it refuses.
-    """
-    dtype = trainer.computes
-    if not other.key or not other.follows or other.computes in (dtype, FP8):
-        return ""
-    if dtype == "fp16" and other.refuses:
-        return ""
-    return other.values.get(dtype, "")
-
-
-def rounds(sent: str, computes: str) -> bool:
-    """Whether weights sent in one dtype are rounded more than the engine that computes does."""
-    return sent not in ("fp32", computes)
-
-
-def _harm(subject: str, *, lost: bool) -> str:
-    kept = ", and the mismatch that fp16 removes stays" if lost else ""
-    if subject == "rollout":
-        return f"the two round differently{kept}"
-    return "the two round differently, which adds to the KL term"
+        made = Decision(framework, one.subject, FEATURE, chosen, one.because)
+        problem = Problem("rollout-dtype", one.subject, one.key, message, one.remedy)
+        found += Findings((made,), (problem,) if one.computes == "fp16" else ())
+    return found
