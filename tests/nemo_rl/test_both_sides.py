@@ -78,8 +78,13 @@ class Nemo(both.Sides):
     def __init__(self, checkout: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checkout, self.folder, self.monkeypatch = checkout, folder, monkeypatch
 
-    def job(self, trainer: str, rollout: str, *more: str) -> tuple[str, ...]:
+    def job(self, trainer: str, rollout: str, *more: str, **model: str) -> tuple[str, ...]:
         written = (f"{KEY}={rollout}",) if rollout else ()
+        if model:
+            path = self.folder / "model"
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(model))
+            written += (f"policy.model_name={path}",)
         return (f"policy.precision={both.DTYPES[trainer]}", *written, *more)
 
     def read(self, *words: str, path: str = GRPO) -> Any:
@@ -134,14 +139,6 @@ def test_a_ray_actor_gets_what_the_driver_wrote(
         assert len(made["told"]) == ((policy, computes) == both.LOST), job
 
 
-def test_the_rollout_has_the_policys_dtype_by_itself(shim: Any, sides: Nemo) -> None:
-    """The YAML's rollout dtype is an interpolation of ``policy.precision``."""
-    shim(strict=True)
-    found = sides.start(sides.job("fp16", ""))
-    assert (sides.handed(found.made), found.told) == ("float16", [])
-    assert found.notes == [f"rollout: rollout-agreement: {sides.beside('fp16', 'fp16')} ({KEY})"]
-
-
 def test_strict_ends_before_a_worker_is_started_and_a_file_is_written(
     shim: Any, sides: Nemo
 ) -> None:
@@ -152,42 +149,41 @@ def test_strict_ends_before_a_worker_is_started_and_a_file_is_written(
     assert (Rollout.config, list(sides.folder.iterdir())) == (None, [])
 
 
-@pytest.mark.parametrize(("policy", "rollout"), [("bf16", "auto"), ("fp16", "FP8")])
-def test_what_is_no_dtype_stays(shim: Any, sides: Nemo, policy: str, rollout: str) -> None:
-    needed = "loss_fn.use_importance_sampling_correction=true"  # NeMo-RL requires it with fp8
-    shim(settings=both.FOLLOW if rollout == "FP8" else {})  # fp8 weights do not follow
-    found = sides.start(sides.job(policy, rollout, needed))
-    assert (sides.handed(found.made), found.told) == (rollout.lower(), [])
-    what = "fp8" if rollout == "FP8" else "the checkpoint's dtype"
-    assert found.chosen == {"rollout": f"{what} beside the policy's {policy}"}
-    if rollout == "FP8":
-        beside = "beside which NeMo-RL gives vLLM bfloat16: its weights are rounded"
-        assert beside in found.notes[0]
+NEEDED = "loss_fn.use_importance_sampling_correction=true"  # NeMo-RL requires it with fp8
+QUANTIZED = "policy.generation.vllm_kwargs.quantization=fp8"
+AUTO, FP8 = "the checkpoint's dtype beside the policy's", "fp8 beside the policy's fp16"
+AWAY = "not known here: vllm is not installed in this environment"  # but in the rollout's alone
 
 
-def test_vllms_own_quantisation(shim: Any, sides: Nemo) -> None:
-    key = "policy.generation.vllm_kwargs.quantization=fp8"
-    shim(strict=True)
-    found = sides.start(sides.job("fp16", "bf16", f"++{key}"))
-    assert (found.told, found.chosen) == ([], {"rollout": "fp8 beside the policy's fp16"})
-    assert f"({key}: " in found.notes[0]
-
-
-@pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "")])
-def test_auto_is_what_vllm_makes_of_the_checkpoint(
-    shim: Any, sides: Nemo, tmp_path: Path, stored: str, takes: str
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "torch_dtype": stored}))
-    shim()
-    found = sides.start(sides.job("fp16", "auto", f"policy.model_name={model}"))
-    assert sides.handed(found.made) == "auto"
-    unknown = "the checkpoint's dtype beside the policy's fp16"
-    assert found.chosen == {"rollout": sides.beside("fp16", takes) if takes else unknown}
-    if not takes:  # vLLM is in the rollout's environment alone
-        assert "not known here: vllm is not installed in this environment" in found.notes[0]
-    assert found.told == []
+@both.each(
+    # The YAML's rollout dtype is an interpolation of ``policy.precision``.
+    by_itself=both.Row("fp16 -", "fp16, as the policy", because=f"({KEY})"),
+    auto=both.Row("bf16 auto", f"{AUTO} bf16", handed="auto"),
+    slow_auto=both.Row("fp16 auto", f"{AUTO} fp16", handed="auto"),
+    fp8_does_not_follow=both.Row(
+        f"fp16 FP8 {NEEDED}",
+        FP8,
+        handed="fp8",
+        follow="",
+        because="beside which NeMo-RL gives vLLM bfloat16: its weights are rounded",
+    ),
+    quantized=both.Row(f"fp16 bf16 ++{QUANTIZED}", FP8, handed="bfloat16", because=f"({QUANTIZED}"),
+    auto_of_fp16=both.Row(
+        "fp16 auto",
+        "fp16, as the policy",
+        handed="auto",
+        model={"model_type": "qwen2", "torch_dtype": "float16"},
+    ),
+    auto_of_fp32=both.Row(
+        "fp16 auto",
+        f"{AUTO} fp16",
+        handed="auto",
+        because=AWAY,
+        model={"model_type": "qwen2", "torch_dtype": "float32"},
+    ),
+)
+class TestRows(both.Rows):
+    planned = True
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -355,22 +351,6 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo)
 
 
 # -- the plan ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rollout", "follow"), [("auto", False), ("fp8", True)])
-def test_the_plan_says_what_the_driver_says_of_no_dtype(
-    shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, rollout: str, follow: bool
-) -> None:
-    given = sides.job("fp16", rollout)
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
-    planned = both.of_plan(sides.line(given))
-    config = sides.read(*given)
-    policy = setting_up.policy_of(config)
-    shim(settings=both.FOLLOW if follow else {})
-    policy["generation"] = complete(policy["generation"])
-    found = begun(sides, "grpo", config)
-    assert planned == (found.told, found.notes)
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
             dtypes.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
-    sides = dtypes.read_sides(config, job.settings)
+    sides = dtypes.read_job(config, job.settings)
     return listed(predict_sides(job, sides, ROLLOUT)[0])
 
 

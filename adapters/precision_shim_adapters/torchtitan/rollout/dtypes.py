@@ -15,6 +15,7 @@ from precision_shim.adapting import Call, Settings, current_settings, decide, se
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, Engine, compare
 from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.lm_head import Head
 
 from ...agreement.names import engine_name, write_key
 from ...agreement.report import FEATURE, Sides, report_sides
@@ -64,23 +65,25 @@ def _name(value: Any, also: Sequence[str]) -> Any:
     return engine_name(value, KEY, versioned(FRAMEWORK), also)
 
 
-def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The dtypes of trainer and generator (torchtitan's name); ``None`` if either is not known."""
+def read_sides(training: Any, model_dtype: Any, heads: Sequence[Head] = ()) -> Sides:
+    """Both sides of an RL job, without a trainer if the dtype of one side is not known.
+
+    ``model_dtype`` is torchtitan's name of the generator's dtype.
+    """
     computes = parse_dtype(str(training.mixed_precision_param))
     generates = parse_dtype(str(model_dtype))
     if computes is None or generates is None:
-        return None
+        return Sides(FRAMEWORK, versioned(FRAMEWORK), heads=heads)
+    trainer = Engine("policy", name_of(computes), TRAINER_KEY)
     rollout = Engine("rollout", name_of(generates), KEY, model_dtype)
-    return Engine("policy", name_of(computes), TRAINER_KEY), rollout
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, [rollout], heads)
 
 
-def read_sides(config: Any, settings: Settings) -> Sides:
-    """Read both sides of an RL job's config."""
-    both = engines(config.trainer.training, config.generator.model_dtype)
+def read_job(config: Any, settings: Settings) -> Sides:
+    """Both sides of the job of a controller's config."""
     # Trainer and generators have one LM head, which ``settings`` may ask for in fp32.
     heads = lm_head.read_heads(config) if settings["head"] == "fp32" else ()
-    trainer, others = (both[0], both[1:]) if both is not None else (None, ())
-    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
+    return read_sides(config.trainer.training, config.generator.model_dtype, heads)
 
 
 def _write(config: Any, key: str, value: object) -> None:
@@ -127,7 +130,7 @@ def build_controller(call: Call, config: Any) -> Any:
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
     coerce_generator(generator)
-    report_sides(read_sides(config, current_settings()), partial(_write, config))
+    report_sides(read_job(config, current_settings()), partial(_write, config))
     return call.proceed()
 
 
@@ -143,7 +146,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     if "generator_dtype" in call.arguments:
         call.arguments["generator_dtype"] = name
     call.proceed()
-    both = engines(config.training, name)
-    if both is not None:
-        verdict = compare(*both)
+    sides = read_sides(config.training, name)
+    if sides.trainer is not None:
+        verdict = compare(sides.trainer, *sides.others)
         decide(FRAMEWORK, "rollout", FEATURE, verdict.chosen, verdict.because)

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from precision_shim.adapting import (
     Call,
+    Decision,
     Findings,
-    current_settings,
     decide,
     look,
     report,
@@ -174,13 +174,13 @@ def _left(engine: Any, result: Any, reason: str = "") -> Any:
     name, key = _asked[engine]
     message = (
         f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
-        f": {reason}, so the shim leaves verl's weight sync as it is. Write {key}=bfloat16 and "
-        "train in bf16."
+        f": {reason}, so the shim leaves verl's weight sync as it is"
     )
-    if current_settings().strict:
-        raise UnsupportedPrecisionError(message)
-    warn(message)
-    decide("verl", _SUBJECT, FEATURE, "left as verl sends them, rounded to bf16", reason)
+    chosen = "left as verl sends them, rounded to bf16"
+    decided = Decision("verl", _SUBJECT, FEATURE, chosen, reason)
+    remedy = f"Write {key}=bfloat16 and train in bf16."
+    problem = Problem("rollout-dtype", "rollout", key, message, remedy)
+    report(Findings((decided,), (problem,)))
     return result
 
 
