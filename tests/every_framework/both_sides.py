@@ -275,8 +275,18 @@ class Rows:
 class NoHead:
     """A framework whose LM heads the shim does not change refuses PRECISION_SHIM_HEAD=fp32."""
 
-    def test_an_lm_head_in_fp32_is_refused(self, shim: Any, sides: Sides) -> None:
-        shim(frameworks=sides.framework, settings={"head": "fp32"}, export=False)
-        (told,) = sides.start(sides.job("bf16", "bf16")).told
+    def test_an_lm_head_in_fp32_is_refused(
+        self, shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Sides
+    ) -> None:
+        monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
+        shim(frameworks=sides.framework, export=False)
+        job = sides.job("bf16", "bf16")
+        (told,) = sides.start(job).told
         refused = rf"{sides.framework} \d\S+: PRECISION_SHIM_HEAD=fp32 is refused.*"
         assert re.fullmatch(rf"{refused}The shim changes no LM head. Unset .+HEAD\.", told)
+        precision_shim.uninstall()
+        if type(sides).line is not Sides.line:
+            assert of_plan(sides.line(job), "lm-head")[0] == [told]
+        shim(frameworks=sides.framework, strict=True, export=False)
+        with pytest.raises(UnsupportedPrecisionError, match="does not change the LM heads"):
+            sides.run(job)

@@ -117,7 +117,7 @@ def sides(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ne
     return Nemo(checkout, tmp_path, monkeypatch)
 
 
-class TestBothSides(both.BothSides, both.Names, both.Planned):
+class TestBothSides(both.BothSides, both.Names, both.Planned, both.NoHead):
     pass
 
 
@@ -150,7 +150,8 @@ def test_strict_ends_before_a_worker_is_started_and_a_file_is_written(
 
 
 NEEDED = "loss_fn.use_importance_sampling_correction=true"  # NeMo-RL requires it with fp8
-QUANTIZED = "policy.generation.vllm_kwargs.quantization=fp8"
+KWARGS, VLLM = "policy.generation.vllm_kwargs", "policy.generation.vllm_cfg"
+QUANTIZED = f"{KWARGS}.quantization=fp8"
 AUTO, FP8 = "the checkpoint's dtype beside the policy's", "fp8 beside the policy's fp16"
 AWAY = "not known here: vllm is not installed in this environment"  # but in the rollout's alone
 
@@ -168,6 +169,16 @@ AWAY = "not known here: vllm is not installed in this environment"  # but in the
         because="beside which NeMo-RL gives vLLM bfloat16: its weights are rounded",
     ),
     quantized=both.Row(f"fp16 bf16 ++{QUANTIZED}", FP8, handed="bfloat16", because=f"({QUANTIZED}"),
+    slow_in_fewer_bits=both.Row(
+        f"bf16 bf16 ++{KWARGS}.kv_cache_dtype=fp8 ++{KWARGS}.quantization=awq",
+        "bf16 with awq weights and fp8 KV cache beside the policy's bf16",
+    ),
+    slow_fp8_with_its_cache=both.Row(
+        f"bf16 fp8 {NEEDED} ++{VLLM}.kv_cache_dtype=fp8_e4m3 ++{KWARGS}.kv_cache_dtype=auto",
+        "fp8 with fp8_e4m3 KV cache beside the policy's bf16",
+        handed="fp8",
+        because=f"{VLLM}.kv_cache_dtype=fp8_e4m3",
+    ),
     auto_of_fp16=both.Row(
         "fp16 auto",
         "fp16, as the policy",
@@ -243,40 +254,45 @@ def test_a_second_dtype_for_vllm(shim: Any) -> None:
 # -- SGLang ------------------------------------------------------------------------------------
 
 
-def without_dtype(config: Any) -> Any:
-    setting_up.policy_of(config)["generation"]["sglang_cfg"].pop("dtype", None)
-    return config
+class Sglang(Nemo):
+    """The same of a job whose rollout is SGLang, and whose key of the dtype may be left out."""
 
-
-@pytest.mark.slow
-@needs_sglang
-@pytest.mark.parametrize("rollout", ["bf16", ""])
-@both.each_setting
-def test_sglangs_key_may_be_left_out(shim: Any, sides: Nemo, rollout: str, follow: bool) -> None:
     key = "policy.generation.sglang_cfg.dtype"
-    words = ("policy.precision=float16", f"{key}={rollout or 'auto'}")
-    config = sides.read(*words, path=SGLANG)
-    if not rollout:
-        without_dtype(config)
-    shim(settings=both.FOLLOW if follow else {})
-    sides.run = sides.set_up  # type: ignore[method-assign]
-    found = sides.start(config)
-    if follow:
-        before = "bfloat16" if rollout else "not set"
-        assert found.chosen == {
-            "dtype keys": f"{key}: {before} -> float16",
-            "rollout": sides.beside("fp16", "fp16"),
-        }
-        assert (found.made["sglang_cfg"]["dtype"], found.told) == ("float16", [])
-        return
-    assert len(found.told) == bool(rollout)  # without the key, SGLang's choice is not known
-    if rollout:
-        assert found.chosen == {"rollout": sides.beside("fp16", "bf16")}
-        assert found.made["sglang_cfg"]["dtype"] == "bfloat16"
-    else:
-        assert found.chosen == {"rollout": "the checkpoint's dtype beside the policy's fp16"}
-        assert f"({key} is left out: " in found.notes[0]
-        assert "dtype" not in found.made["sglang_cfg"]
+
+    def job(self, trainer: str, rollout: str, *more: str, **model: str) -> tuple[str, ...]:
+        written = f"{self.key}={rollout}" if rollout else f"~{self.key}"
+        return (f"policy.precision={both.DTYPES[trainer]}", written)
+
+    def run(self, job: tuple[str, ...]) -> Any:
+        return self.set_up(self.read(*job, path=SGLANG))
+
+    def handed(self, made: Any) -> str:
+        return str(made["sglang_cfg"].get("dtype"))
+
+    def line(self, job: tuple[str, ...], path: str = SGLANG) -> tuple[str, ...]:
+        return super().line(job, path)
+
+
+@needs_sglang
+@both.each(
+    slow_bf16=both.Row("fp16 bf16", "bf16 beside the policy's fp16", ("the rollout in bf16",)),
+    slow_follow=both.Row(
+        "fp16 bf16", "fp16, as the policy", follow=f"{Sglang.key}: bfloat16 -> float16"
+    ),
+    # Without the key, SGLang's choice is not known.
+    slow_left_out=both.Row(
+        "fp16 -", f"{AUTO} fp16", handed="None", because=f"({Sglang.key} is left out: "
+    ),
+    slow_left_out_and_follow=both.Row(
+        "fp16 -", "fp16, as the policy", follow=f"{Sglang.key}: not set -> float16"
+    ),
+)
+class TestSglang(both.Rows):
+    planned = True
+
+    @pytest.fixture
+    def sides(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sglang:
+        return Sglang(checkout, tmp_path, monkeypatch)
 
 
 # -- other loops -------------------------------------------------------------------------------
@@ -353,19 +369,6 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo)
 # -- the plan ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@needs_sglang
-@both.each_setting
-def test_the_plan_of_sglang_without_the_key(
-    sides: Nemo, monkeypatch: pytest.MonkeyPatch, follow: bool
-) -> None:
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
-    given = ("policy.precision=float16", "~policy.generation.sglang_cfg.dtype")
-    problems, notes = both.of_plan(sides.line(given, SGLANG))
-    assert problems == []  # without the key, SGLang's choice is not known
-    assert ("PRECISION_SHIM_ROLLOUT=follow" in notes[-1]) is follow
-
-
 def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
     given = "policy.model_name='${oc.env:SET_IN_THE_JOB_ALONE}'"
     notes = [both.plan_of(sides.line(one))["notes"] for one in ((), (given,))]
@@ -412,45 +415,3 @@ def test_the_weights_are_rounded_once(
             assert held[name].dtype is torch.float32
             assert torch.equal(one, held[name].to(one.dtype)), name
     assert len(held) > 10
-
-
-# -- the LM head -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_fp32_head_is_refused(
-    shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, strict: bool
-) -> None:
-    shim(settings={"head": "fp32"}, strict=strict, export=False)
-    job = ("policy.precision=bfloat16",)
-    if strict:
-        with pytest.raises(UnsupportedPrecisionError, match="does not change the LM heads"):
-            sides.run(job)
-        return
-    found = sides.start(job)
-    (refusal,) = found.told
-    assert "PRECISION_SHIM_HEAD=fp32 is refused" in refusal
-    section = "vllm_cfg" if Version("0.6") > NEMO_RL else "vllm_kwargs"
-    assert not found.made[section]["hf_overrides"]
-    assert not (found.made.get("vllm_kwargs") or {}).get("hf_overrides")
-    monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    problems = both.plan_of(sides.line(job))["problems"]
-    assert [f"{one['message']}. {one['remedy']}" for one in problems] == [refusal]
-
-
-def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(sides: Nemo) -> None:
-    kwargs = "++policy.generation.vllm_kwargs"
-    given = (f"{kwargs}.kv_cache_dtype=fp8", f"{kwargs}.quantization=awq")
-    _, (note,) = both.of_plan(sides.line(given))
-    with_it = "bf16 with awq weights and fp8 KV cache beside the policy's bf16"
-    assert note.startswith(f"rollout: rollout-agreement: {with_it} (")
-    vllm = "policy.generation.vllm_cfg"
-    given = (
-        f"{vllm}.precision=fp8",
-        f"++{vllm}.kv_cache_dtype=fp8_e4m3",
-        f"{kwargs}.kv_cache_dtype=auto",
-    )
-    _, (note,) = both.of_plan(sides.line(given))
-    with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
-    assert note.startswith(f"rollout: rollout-agreement: {with_it} ({vllm}.precision=fp8, ")
-    assert f"{vllm}.kv_cache_dtype=fp8_e4m3" in note

@@ -103,6 +103,11 @@ def notes_of_decisions() -> list[str]:
 # -- tell and follow -----------------------------------------------------------------------------
 
 
+AGREED, LOST = "fp16, as the policy", "bf16 beside the policy's fp16"
+LOW, HIGH = "bf16, as the policy", "fp16 beside the policy's bf16"
+AGREE = {"ref": AGREED, "rollout": AGREED}
+
+
 def _model(path: Path) -> tuple[str, ...]:
     return (f"trainer.policy.model.path={path}",)
 
@@ -145,46 +150,6 @@ class TestBothSides(both.BothSides, both.Names, both.Planned):
         return OnMegatron(checkpoints["bfloat16"])
 
 
-@both.each_setting
-@pytest.mark.parametrize(
-    ("policy", "rollout", "ref"),
-    [("fp16", "fp16", "fp16"), ("fp16", "bf16", None), ("bf16", "fp16", "fp16"), ("fp32",) * 3],
-)
-def test_on_fsdp(
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    rollout: str,
-    ref: str | None,
-    follow: bool,
-) -> None:
-    """SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16."""
-    from precision_shim_adapters.skyrl.training.dtype_keys import mixed_dtypes
-
-    written = () if ref is None else (f"{REF}={ref}",)
-    words = on_fsdp(policy, f"{KEY}={rollout}", *written)
-    shim(settings={"rollout": "follow"} if follow else {}, export=False)
-    config, warnings_ = both.watched(lambda: validated(*words))
-    really = "fp16" if policy == "fp16" else "bf16"
-    computes = really if follow else rollout
-    reference = really if follow else "fp16" if ref == "fp16" else "bf16"
-    assert engine_dtype(config) == both.DTYPES[computes]
-    found = told()
-    assert (found["rollout"] == f"{really}, as the policy") == (computes == really)
-    assert (found["ref"] == f"{really}, as the policy") == (reference == really)
-    assert ("policy" in found) == (policy == "fp32")
-    keys = [one.partition(": ")[0] for one in found.get("dtype keys", "").split("; ")]
-    assert (KEY in keys) == (follow and rollout != really)
-    lost = [one for one in (reference, computes) if (really, one) == ("fp16", "bf16")]
-    assert len(warnings_) == len(lost)
-    dtypes = mixed_dtypes(config.trainer.ref.fsdp_config)
-    assert name_of(dtypes["param_dtype"]) == ("fp32" if ref == "fp32" else reference)
-    assert dtypes["reduce_dtype"] is torch.float32
-    if follow:
-        monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
-    assert planned(*words) == (warnings_, notes_of_decisions())
-
-
 def test_follow_keeps_the_other_dtypes_of_the_reference_model(shim: Any) -> None:
     shim(settings={"rollout": "follow"}, export=False)
     reduce_dtype = REF.replace("param", "reduce")
@@ -225,14 +190,6 @@ def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
     assert len(messages) == 1
     precision_shim.uninstall()
     assert main_base.validate_cfg is plain
-
-
-def test_strict(shim: Any) -> None:
-    shim(strict=True, export=False)
-    words = on_fsdp("fp16", f"{KEY}=fp16")
-    with pytest.raises(UnsupportedPrecisionError, match=f"Write {REF}=float16"):
-        validated(*words)
-    validated(*words, f"{REF}=fp16")
 
 
 def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
@@ -327,8 +284,6 @@ def test_a_checkpoint_elsewhere(shim: Any) -> None:
     assert told() == {"rollout": "not compared with the policy"}
 
 
-AGREED, LOST = "fp16, as the policy", "bf16 beside the policy's fp16"
-AGREE = {"ref": AGREED, "rollout": AGREED}
 KL, KWARGS = (
     NO_REF.replace("false", "true"),
     "trainer.ref.megatron_config.transformer_config_kwargs",
@@ -453,6 +408,28 @@ URLS = (
 
 
 @both.each(
+    all_in_fp16=both.Row(f"fp16 fp16 {IN_FP16}", AGREE),
+    all_in_fp16_follow=both.Row(f"fp16 fp16 {IN_FP16}", AGREE, follow=""),
+    lost=both.Row("fp16 bf16", {"ref": LOST, "rollout": LOST}, (f"Write {REF}=float16", KEY)),
+    lost_and_follow=both.Row(
+        "fp16 bf16", AGREE, follow=f"{REF}: not set -> float16; {KEY}: bfloat16 -> float16"
+    ),
+    bf16=both.Row(f"bf16 fp16 {IN_FP16}", {"ref": HIGH, "rollout": HIGH}),
+    bf16_follow=both.Row(
+        f"bf16 fp16 {IN_FP16}",
+        {"ref": LOW, "rollout": LOW},
+        follow=f"{REF}: fp16 -> bfloat16; {KEY}: float16 -> bfloat16",
+    ),
+    # SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16.
+    autocast=both.Row(
+        f"fp32 fp32 {REF}=fp32",
+        {"policy": "bf16", "ref": LOW, "rollout": "fp32 beside the policy's bf16"},
+    ),
+    autocast_and_follow=both.Row(
+        f"fp32 fp32 {REF}=fp32",
+        {"policy": "bf16", "ref": LOW, "rollout": LOW},
+        follow=f"{KEY}: float32 -> bfloat16",
+    ),
     over_the_key=both.Row(
         f"fp16 half {OVER}.dtype=BF16 {IN_FP16}",
         {"ref": AGREED, "rollout": f"{SENT} bf16"},

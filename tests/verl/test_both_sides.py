@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,16 +71,6 @@ def composed(words: Sequence[str], directory: Path | None = None, name: str = ""
         HydraConfig.instance().cfg = None
 
 
-@dataclass(frozen=True)
-class Started:
-    """A driver's warnings, and the dtypes that its engines will have."""
-
-    told: tuple[str, ...]
-    chosen: dict[str, str]
-    rollout: str
-    config: Any
-
-
 class Verl(both.Sides):
     """What verl's ``main`` does with a config before Ray starts."""
 
@@ -100,19 +89,20 @@ class Verl(both.Sides):
             words.append(f"actor_rollout_ref.model.path={self.folder}")
         return words, None, "ppo_megatron_trainer" if self.megatron else "ppo_trainer"
 
-    def run(self, job: Any) -> tuple[Any, Any]:
-        from verl.utils.config import omega_conf_to_dataclass
+    def run(self, job: Any) -> Any:
         from verl.utils.device import auto_set_device  # imported after install(): the wrapper
 
         with composed(*job) as config:
             auto_set_device(config)
-            made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        return config, made
+        return config
 
-    def handed(self, made: tuple[Any, Any]) -> str:
+    def handed(self, made: Any) -> str:
         """The dtype of the engine, which ``engine_kwargs`` override."""
-        own = (made[1].engine_kwargs or {}).get(made[1].name) or {}
-        dtype: str = own.get("dtype") or made[1].dtype
+        from verl.utils.config import omega_conf_to_dataclass
+
+        rollout: Any = omega_conf_to_dataclass(made.actor_rollout_ref.rollout)
+        own = (rollout.engine_kwargs or {}).get(rollout.name) or {}
+        dtype: str = own.get("dtype") or rollout.dtype
         return dtype
 
     def line(self, job: Any) -> list[str]:
@@ -122,13 +112,11 @@ class Verl(both.Sides):
 
 def start(
     words: Sequence[str], directory: Path | None = None, name: str = "", **on: Any
-) -> Started:
+) -> both.Started:
     """Install the shim, and run what verl's ``main`` does with a config before Ray starts."""
     precision_shim.install(frameworks=["verl"], **on)
     engine = [] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]
-    found = Verl().start(([*engine, *words], directory, name))
-    config, rollout = found.made
-    return Started(tuple(found.told), found.chosen, rollout.dtype, config)
+    return Verl().start(([*engine, *words], directory, name))
 
 
 @pytest.fixture(autouse=True)
@@ -154,43 +142,6 @@ def test_the_actors_dtype_on_megatron(shim: Any) -> None:
     assert len(found.told) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("actor", "written"), [("fp16", None), ("fp16", "fp32"), ("bf16", "bf16")])
-def test_follow_replaces_what_stands_there(actor: str, written: str | None) -> None:
-    from omegaconf import OmegaConf
-
-    words = [*side("actor", actor), "actor_rollout_ref.actor.use_kl_loss=true"]
-    if written:
-        words += [f"{ROLLOUT}.dtype={written}", *side("ref", written)]
-    made = start(words, settings={"rollout": "follow"}, strict=True)
-    assert (made.rollout, made.told) == (both.DTYPES[actor], ())
-    keys = made.chosen.pop("dtype keys", "")
-    assert made.chosen == dict.fromkeys(("ref", "rollout"), f"{actor}, as the actor")
-    before = written or "bf16"
-    assert bool(keys) is (actor != before)
-    if keys:
-        assert OmegaConf.select(made.config, key_of("ref")) == both.DTYPES[actor]
-        ref, rollout = keys.split("; ")
-        assert ref.startswith(f"{key_of('ref')}: ")
-        assert ref.endswith(f" -> {both.DTYPES[actor]}")
-        assert rollout == f"{ROLLOUT}.dtype: {both.DTYPES[before]} -> {both.DTYPES[actor]}"
-
-
-def test_the_reference_model_is_told_of_with_its_own_key() -> None:
-    words = [*side("actor", "fp16"), f"{ROLLOUT}.dtype=half"]
-    kl = "actor_rollout_ref.actor.use_kl_loss=true"
-    assert start(words).told == ()
-    precision_shim.uninstall()
-    (told,) = start([*words, kl]).told
-    line = told.partition("Write ")[2].partition(",")[0]
-    assert line.lstrip("+") == f"{key_of('ref')}=float16"
-    precision_shim.uninstall()
-    assert start([*words, kl, line]).told == ()
-    precision_shim.uninstall()
-    # With LoRA, the actor without its adapters serves as the reference model.
-    assert start([*words, kl, "actor_rollout_ref.model.lora_rank=8"]).told == ()
-
-
 def test_a_wrong_name_in_engine_kwargs_ends_the_driver() -> None:
     key = f"{VLLM}.dtype"
     with pytest.raises(DtypeError, match=rf"{key}='flaot16'"):
@@ -200,6 +151,8 @@ def test_a_wrong_name_in_engine_kwargs_ends_the_driver() -> None:
 AGREED, LOST = "fp16, as the actor", "bf16 beside the actor's fp16"
 OVER, SGLANG = f"{VLLM}.dtype", f"{ROLLOUT}.name=sglang"
 QUANTIZED = f"{ROLLOUT}.quantization"
+AGREE, KL = {"ref": AGREED, "rollout": AGREED}, "actor_rollout_ref.actor.use_kl_loss=true"
+REF = key_of("ref")
 GEMMA = {"model_type": "gemma2"}
 REFUSED, TOLD = ("refuses to run gemma2 in fp16",), ("the rollout in bf16",)
 
@@ -243,6 +196,8 @@ def teacher(name: str, dtype: str) -> str:
         "fp16 auto", LOST, TOLD, "auto", model={**GEMMA, "torch_dtype": "float16"}
     ),
     null=both.Row("fp16 null", "the checkpoint's dtype beside the actor's fp16", handed="None"),
+    # With LoRA, the actor without its adapters serves as the reference model.
+    lora=both.Row(f"fp16 half {KL} actor_rollout_ref.model.lora_rank=8", AGREED),
     unknown_engine=both.Row(
         "bf16 - actor_rollout_ref.actor.strategy=another",
         "not compared with the actor",
@@ -254,6 +209,31 @@ class TestRows(both.Rows):
     def sides(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verl:
         plant_choices(tmp_path / "engines", monkeypatch)
         return Verl(folder=tmp_path)
+
+
+@both.each(
+    lost=both.Row(f"fp16 half {KL}", {"ref": LOST, "rollout": AGREED}, (f"{REF}=float16",)),
+    written=both.Row(f"fp16 half {KL} {' '.join(side('ref', 'fp16'))}", AGREE),
+    slow_both_lost=both.Row(f"fp16 bf16 {KL}", {"ref": LOST, "rollout": LOST}, (REF, "rollout")),
+    slow_follow=both.Row(
+        f"fp16 - {KL}",
+        AGREE,
+        follow=f"{REF}: {'bfloat16' if LEGACY else 'not set'} -> float16; "
+        f"{ROLLOUT}.dtype: bfloat16 -> float16",
+    ),
+    slow_follow_in_what_stands_there=both.Row(
+        f"fp16 fp32 {KL} {' '.join(side('ref', 'fp32'))}",
+        AGREE,
+        follow=f"{REF}: {'float32' if LEGACY else 'fp32'} -> float16; "
+        f"{ROLLOUT}.dtype: float32 -> float16",
+    ),
+)
+class TestTheReferenceModel(both.Rows):
+    planned = True
+
+    @pytest.fixture
+    def sides(self) -> Verl:
+        return Verl()
 
 
 @pytest.mark.skipif(LEGACY, reason="distillation is from 0.8")
@@ -272,11 +252,7 @@ class TestTeachers(both.Rows):
 
 
 @pytest.mark.skipif(not LEGACY, reason="from 0.8 the reference model has a dtype of its own")
-@both.each(
-    reference=both.Row(
-        "fp16 half actor_rollout_ref.actor.use_kl_loss=true", {"ref": AGREED, "rollout": AGREED}
-    )
-)
+@both.each(reference=both.Row(f"fp16 half {KL}", AGREE))
 class TestLegacyReference(both.Rows):
     """It has the actor's dtype on Megatron."""
 
@@ -296,12 +272,13 @@ def test_follow_writes_into_a_config_that_is_read_only() -> None:
     precision_shim.install(frameworks=["verl"], settings=follow)
     from verl.utils.device import auto_set_device
 
-    with composed([*words, f"{ROLLOUT}.name=vllm"]) as config:
+    with composed([*words, f"{ROLLOUT}.name=vllm", KL]) as config:
         config.trainer.device = "cpu"
         OmegaConf.set_readonly(config.actor_rollout_ref, True)
         auto_set_device(config)
         assert OmegaConf.is_readonly(config.actor_rollout_ref)
-    assert config.actor_rollout_ref.rollout.dtype == "float16"
+    keys = (f"{ROLLOUT}.dtype", REF)
+    assert [OmegaConf.select(config, key) for key in keys] == ["float16"] * 2
 
 
 @pytest.mark.skipif(
@@ -366,18 +343,6 @@ def test_a_job_without_a_rollout() -> None:
 
 
 # -- the plan --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_plan_says_the_same_of_the_reference_model() -> None:
-    kl = "actor_rollout_ref.actor.use_kl_loss=true"
-    words = [*side("actor", "fp16"), kl, f"{ROLLOUT}.dtype=bf16", f"{ROLLOUT}.name=vllm"]
-    problems, notes = both.of_plan([*LINE, *words])
-    made = start(words)
-    assert problems == list(made.told)
-    assert len(made.told) == 2
-    for subject, chosen in made.chosen.items():
-        assert any(one.startswith(f"{subject}: rollout-agreement: {chosen} (") for one in notes)
 
 
 @pytest.mark.slow
