@@ -173,12 +173,12 @@ AWAY = "not known here: vllm is not installed in this environment"  # but in the
         f"bf16 bf16 ++{KWARGS}.kv_cache_dtype=fp8 ++{KWARGS}.quantization=awq",
         "bf16 with awq weights and fp8 KV cache beside the policy's bf16",
     ),
-    slow_fp8_with_its_cache=both.Row(
-        f"bf16 fp8 {NEEDED} ++{VLLM}.kv_cache_dtype=fp8_e4m3 ++{KWARGS}.kv_cache_dtype=auto",
-        "fp8 with fp8_e4m3 KV cache beside the policy's bf16",
-        handed="fp8",
-        because=f"{VLLM}.kv_cache_dtype=fp8_e4m3",
-    ),
+)
+class TestRows(both.Rows):
+    planned = True
+
+
+@both.each(
     auto_of_fp16=both.Row(
         "fp16 auto",
         "fp16, as the policy",
@@ -193,8 +193,8 @@ AWAY = "not known here: vllm is not installed in this environment"  # but in the
         model={"model_type": "qwen2", "torch_dtype": "float32"},
     ),
 )
-class TestRows(both.Rows):
-    planned = True
+class TestACheckpointsDtype(both.Rows):
+    pass
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -367,6 +367,15 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo)
 
 
 # -- the plan ----------------------------------------------------------------------------------
+
+
+def test_the_plan_tells_that_vllm_keeps_its_cache_in_fp8_too(sides: Nemo) -> None:
+    """NeMo-RL allows it only with Megatron."""
+    job = sides.job("bf16", "fp8", f"++{VLLM}.kv_cache_dtype=fp8_e4m3")
+    _, (note,) = both.of_plan(sides.line((*job, f"++{KWARGS}.kv_cache_dtype=auto")))
+    with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
+    assert note.startswith(f"rollout: rollout-agreement: {with_it} ({VLLM}.precision=fp8, ")
+    assert f"{VLLM}.kv_cache_dtype=fp8_e4m3" in note
 
 
 def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
