@@ -131,7 +131,7 @@ def test_a_path_that_is_lost_alone_costs_no_feature():
 def test_one_reason_is_said_once():
     because = "mod:symbol not found: no 'symbol' there"
     found = [
-        SeamStatus(f"mod:s{i}", feature, "refused", reason, path=path)
+        SeamStatus(f"mod:s{i}", feature, "refused", reason, (because,), path)
         for feature in ("bf16-dispatch", "fp16-scaling")
         for path in ("Megatron engine", "FSDP engine")
         for i, reason in enumerate([because, *[f"refused whole, because: {because}"] * 5])

@@ -12,18 +12,14 @@ from precision_shim.adapting import Call, seam, versioned
 from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
 from precision_shim.precision.dtypes import name_of
 
-from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, write_key
-from ..agreement.report import FEATURE, report_engines
+from ..agreement.report import FEATURE, Sides, report_sides
 
 GROUP = "rollout"
 _EXTRA = "vllm_engine_kwargs"
 """The section whose keys override vLLM's arguments."""
-
-
-heads = unchanged_heads("model", "ms-swift")
-"""Reads the LM head of the trainer."""
 
 
 def _where() -> str:
@@ -77,6 +73,7 @@ def compare(call: Call) -> None:
     ]
     trainer = _trainer(pipeline._data_info.get("_driver_args"))
     if others and trainer is not None:
-        report_heads(_where(), heads, None)
-        report_engines(_where(), trainer, others, partial(write_key, pipeline.group_cfgs))
+        heads = unchanged_heads("model", "ms-swift")
+        sides = Sides("ms-swift", _where(), trainer, others, heads)
+        report_sides(sides, partial(write_key, pipeline.group_cfgs))
     call.proceed()

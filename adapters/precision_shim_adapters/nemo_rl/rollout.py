@@ -15,10 +15,10 @@ from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, FP8, Engine
 
-from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, write_key
-from ..agreement.report import FEATURE, JobEngines, report_engines
+from ..agreement.report import FEATURE, Sides, report_sides
 from .config import FRAMEWORK, PLACE, SECTIONS, read_rollout, read_trained
 
 GROUP = "rollout"
@@ -67,38 +67,26 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
     return call.proceed()
 
 
-def read_sides(config: Any) -> JobEngines | None:
-    """Read a job's ``MasterConfig``; ``None`` without a rollout or for an unknown policy dtype.
+def read_sides(config: Any) -> Sides | None:
+    """Read both sides of a job's ``MasterConfig``; ``None`` without a rollout.
 
     Raises:
         DtypeError: the rollout's dtype name is unknown.
     """
     policy = _part(config, "policy")
-    trainer = read_trained(policy, "policy")
-    if trainer is None or not _generates(policy) or _part(config, "teachers"):
+    generation = policy.get("generation")
+    if not isinstance(generation, Mapping):
         return None
-    rollout, teacher = _resolved(policy), read_trained(_part(config, "teacher"), "teacher")
-    others = [engine for engine in (rollout, teacher) if engine is not None]
-    return JobEngines(trainer, others)
-
-
-def _path(policy: Mapping[str, Any]) -> str:
-    return str(policy.get("model_name") or "")
-
-
-def _resolved(policy: Mapping[str, Any]) -> Engine | None:
-    engine = read_rollout(policy)
-    if engine is None:
-        return None
-    return resolve_by_model(engine, str(policy["generation"].get("backend")), _path(policy))
-
-
-def _generates(policy: Mapping[str, Any]) -> bool:
-    return isinstance(policy.get("generation"), Mapping)
-
-
-read_heads = unchanged_heads("policy", "NeMo-RL")
-"""Reads the LM head of the trainer."""
+    trainer = None if _part(config, "teachers") else read_trained(policy, "policy")
+    others: list[Engine] = []
+    if trainer is not None:
+        rollout, teacher = read_rollout(policy), read_trained(_part(config, "teacher"), "teacher")
+        if rollout is not None:
+            path = str(policy.get("model_name") or "")
+            rollout = resolve_by_model(rollout, str(generation.get("backend")), path)
+        others = [engine for engine in (rollout, teacher) if engine is not None]
+    heads = unchanged_heads("policy", "NeMo-RL")
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
 
 
 def _part(config: Any, name: str) -> Any:
@@ -126,9 +114,7 @@ def compare_engines(call: Call, master_config: Any) -> Any:
         DtypeError: the rollout's dtype name is unknown.
         UnsupportedPrecisionError: in strict mode, the policy is float16 and an engine is not.
     """
-    both, write = read_sides(master_config), partial(write_key, master_config)
-    if _generates(_part(master_config, "policy")):
-        report_heads(versioned(FRAMEWORK), read_heads, None)
-    if both is not None and both.trainer is not None:
-        report_engines(versioned(FRAMEWORK), both.trainer, both.others, write)
+    sides = read_sides(master_config)
+    if sides is not None:
+        report_sides(sides, partial(write_key, master_config))
     return call.proceed()

@@ -17,7 +17,6 @@ _LEAST = 8  # Number of lines that the problems leave to the decisions.
 _AUDITS = 7  # Maximum number of lines for audits.
 _MORE = "status().details()"
 _LABELS = ("on: ", "", "why: ", "upstream: ", "delete when: ")
-_WITH_OTHERS = "refused whole, because: "  # prefix of a reason caused by another seam
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts that mean that a feature is or will be in force in one part of a framework."""
@@ -197,8 +196,7 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     features = dict.fromkeys(seam.feature for seam in broken)
     subjects: dict[str, set[tuple[str, str]]] = {}
     for seam in broken:
-        # One seam's reason may be several problems, joined by ``seams._plan.refusal``.
-        for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
+        for reason in seam.causes or (seam.reason,):
             subjects.setdefault(reason, set()).add((seam.path, seam.feature))
     reasons: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for reason, concerned in subjects.items():

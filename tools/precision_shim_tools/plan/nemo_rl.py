@@ -34,7 +34,7 @@ from .megatron.model import MegatronModel, quantized_in
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_request
-from .rollout import predict_sides
+from .rollout import listed, predict_sides
 from .torch_optimizer import ShardedModel, learning_rate, scaling
 from .values import not_built, number_of, said, section_of
 
@@ -84,11 +84,10 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         generation = _of(config["policy"], "policy.generation")
         if generation:
             rollout.coerce_names(generation)
-        both = rollout.read_sides(config)
+        sides = rollout.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
-    heads = rollout.read_heads if generation else None
-    return predict_sides(job, _where(), both, rollout.GROUP, heads)
+    return listed(predict_sides(job, sides, rollout.GROUP)[0]) if sides else ([], [])
 
 
 def _of(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -19,13 +19,10 @@ from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.effect import values_of
 from precision_shim.precision.findings import Problem
-from precision_shim_adapters.agreement.names import engine_name
 from precision_shim_adapters.agreement.report import FEATURE as AGREEMENT
-from precision_shim_adapters.agreement.report import follows
-from precision_shim_adapters.agreement.weight_sync import wire_problems
 from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.skyrl import config as reader
-from precision_shim_adapters.skyrl.rollout import dtypes, lm_head
+from precision_shim_adapters.skyrl.rollout import driver, dtypes
 from precision_shim_adapters.skyrl.training import fsdp, megatron
 from precision_shim_adapters.skyrl.written import ROLLOUT, note_command_line
 from precision_shim_adapters.torch_fp16 import FEATURE
@@ -35,7 +32,7 @@ from .megatron.model import MegatronModel, quantized_in
 from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_request
-from .rollout import predict_sides
+from .rollout import listed, predict_sides
 from .shapes import Model
 from .torch_optimizer import UNSCALED, ShardedModel, scaling
 from .values import no_section, not_built, number, said
@@ -72,29 +69,18 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of policy, reference model and engines."""
     directory = job.options.model or ""
     try:
-        engine_name(config.generator.inference_engine.model_dtype, reader.KEY, _where(), also=())
-        both = dtypes.sides_of(config, job.in_force, directory)
+        sides = driver.read_sides(config, job.in_force, directory)
     except DtypeError as error:
         # The plan already reports a wrong dtype name in a model's own section.
         own = error.key.startswith(reader.INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
-    heads = partial(lm_head.read_heads, config, job.in_force)
-    problems, notes = predict_sides(job, _where(), both, ROLLOUT, heads)
-    trainer = both.trainer
-    if trainer is None:
-        unknown = "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config))
-        return problems, [unknown, *notes]
-    if trainer.because:
-        notes.insert(0, f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})")
-    if job.in_force(AGREEMENT, ROLLOUT):
-        for other in both.others:
-            name = follows(trainer, other, job.settings["rollout"])
-            if name:
-                dtypes.write(config, other.key, name)
-        for chosen, because in dtypes.send_in_engines_dtype(config):
-            notes.append(f"rollout: {AGREEMENT}: {chosen} ({because})")
-    lost, rounded = wire_problems(_where(), dtypes.wires_of(config))
-    return [*problems, *lost], [*notes, *rounded]
+    findings, writes = predict_sides(job, sides, ROLLOUT)
+    for key, value in writes.items():
+        dtypes.write(config, key, value)
+    if sides.trainer is not None:
+        on = job.in_force(AGREEMENT, ROLLOUT)
+        findings += dtypes.judge_syncs(config, may_write=on)
+    return listed(findings)
 
 
 def load(job: Job) -> tuple[Any, list[str]]:

@@ -20,15 +20,15 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.findings import Problem
-from precision_shim_adapters.agreement.report import FEATURE, JobEngines
+from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.torchtitan import config as reader
 from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
-from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
+from precision_shim_adapters.torchtitan.rollout import dtypes
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
 
 from .command import Job
 from .request import Request, read_request
-from .rollout import predict_sides
+from .rollout import listed, predict_sides
 from .shapes import Model, Weight
 from .torch_optimizer import ShardedModel, is_adam, learning_rate, scaling
 from .values import one_line
@@ -167,11 +167,8 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
             dtypes.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
-    engines = reader.engines(config.trainer.training, config.generator.model_dtype)
-    both = JobEngines(engines[0], engines[1:]) if engines else None
-    # Trainer and generators have one LM head.
-    heads = partial(lm_head.read_heads, config) if job.settings["head"] == "fp32" else None
-    return predict_sides(job, _where(), both, ROLLOUT, heads)
+    sides = dtypes.read_job(config, job.settings)
+    return listed(predict_sides(job, sides, ROLLOUT)[0])
 
 
 def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8
+from precision_shim.adapting import Decision, Findings, versioned
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Wire, judge_wires
 
 from ...agreement import model_files
 from ...agreement.lm_head import IsInForce
 from ...agreement.names import write_key
-from ...agreement.report import JobEngines
-from ...agreement.weight_sync import Wire
+from ...agreement.report import FEATURE, Sides
 from .. import config as reader
 
 _DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint:DeltaCheckpointPublisher"
@@ -26,8 +26,8 @@ READ = ("target_dtype", "_base_location", "_current_rank", "_ensure_base_locatio
 """Names of the delta sync's class on which ``base_dtypes`` relies."""
 
 
-def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngines:
-    """Read the dtypes of the models of a job that has a rollout.
+def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> Sides:
+    """Read the dtypes of the models of a job that has a rollout, but no LM heads.
 
     ``trainer`` is ``None`` if the policy's dtype depends on a checkpoint on another machine.
     ``directory`` is the model's, if it is not the directory in the config.
@@ -42,16 +42,20 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> JobEngine
     if ref is not None:
         others.insert(0, ref)
     policy = reader.read_trained(trainer, "policy", in_force, directory)
-    return JobEngines(policy, tuple(others))
+    decided = []
+    if policy is None:
+        because = (
+            f"trainer.bf16={trainer.bf16}, and the dtype of the checkpoint decides, which is not "
+            f"on this machine: {trainer.policy.model.path}"
+        )
+        decided.append(_decided("rollout", "not compared with the policy", because))
+    elif policy.because:
+        decided.append(_decided("policy", policy.computes, policy.because))
+    return Sides("skyrl", versioned("skyrl"), policy, others, decided=tuple(decided))
 
 
-def not_compared(config: Any) -> tuple[str, str]:
-    """The decision that the shim reports, and its reason, if the policy's dtype is not known."""
-    return (
-        "not compared with the policy",
-        f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
-        f"not on this machine: {config.trainer.policy.model.path}",
-    )
+def _decided(subject: str, chosen: str, because: str) -> Decision:
+    return Decision("skyrl", subject, FEATURE, chosen, because)
 
 
 def _computes(config: Any) -> set[str]:
@@ -75,8 +79,14 @@ def hand_on_names(config: Any) -> None:
             setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
 
 
-def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
-    """Make SkyRL send the weights in the engines' dtype; return the decision and its reason.
+def judge_syncs(config: Any, *, may_write: bool) -> Findings:
+    """Find the weight syncs that round; if ``may_write``, first change what SkyRL sends."""
+    sent = _send_in_engines_dtype(config) if may_write else Findings()
+    return sent + judge_wires("skyrl", versioned("skyrl"), _wires(config))
+
+
+def _send_in_engines_dtype(config: Any) -> Findings:
+    """Make SkyRL send the weights in the engines' dtype; return the decision.
 
     If a section such as ``engine_init_kwargs`` sets another dtype for all engines, unpatched SkyRL,
     which casts to ``model_dtype``, would round the weights twice.
@@ -84,10 +94,11 @@ def send_in_engines_dtype(config: Any) -> list[tuple[str, str]]:
     engines = config.generator.inference_engine
     computes, before = _computes(config), engines.model_dtype
     if len(computes) != 1 or computes & {AUTO, FP8, reader.canonical(reader.named(before))}:
-        return []
+        return Findings()
     (dtype,) = computes
     engines.model_dtype = ENGINE_NAMES[dtype]
-    return [(f"weights go out in {dtype}", f"{reader.KEY}: {before} -> {engines.model_dtype}")]
+    because = f"{reader.KEY}: {before} -> {engines.model_dtype}"
+    return Findings((_decided("rollout", f"weights go out in {dtype}", because),))
 
 
 def write(config: Any, key: str, value: str) -> None:
@@ -105,7 +116,7 @@ def write(config: Any, key: str, value: str) -> None:
     write_key(config, key, value)
 
 
-def wires_of(config: Any) -> list[Wire]:
+def _wires(config: Any) -> list[Wire]:
     """Describe the dtypes of a job's weight syncs, from the config that the shim has changed."""
     engines = config.generator.inference_engine
     sent, because = (

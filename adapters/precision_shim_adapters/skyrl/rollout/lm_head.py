@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.lm_head import Head
+from precision_shim.precision.lm_head import SETTING, Head
 
 from ...agreement import lm_head as shared
 from ...agreement.report import FEATURE
@@ -116,7 +116,7 @@ def make_provider(call: Call, model_config_kwargs: Any) -> Any:
     if marked:
 
         def change(chunks: Any) -> Any:
-            compute_megatrons(chunks, versioned("skyrl"), shared.SETTING)
+            compute_megatrons(chunks, versioned("skyrl"), SETTING)
             return chunks
 
         call.instance.provider.register_pre_wrap_hook(change)

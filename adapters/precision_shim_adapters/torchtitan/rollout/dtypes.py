@@ -7,15 +7,16 @@ own model, and so accepts float16 for each ``model_type``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, current_settings, decide, seam, versioned
+from precision_shim.adapting import Call, Settings, current_settings, decide, seam, versioned
 from precision_shim.precision.agreement import AUTO, compare
+from precision_shim.precision.lm_head import Head
 
-from ...agreement.lm_head import report_heads
 from ...agreement.names import write_key
-from ...agreement.report import FEATURE, report_engines
+from ...agreement.report import FEATURE, Sides, report_sides
 from ..config import engine_dtype_name, engines, generator_dtype_name
 from ..training.trainers import CONTROLLER, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 from . import lm_head
@@ -35,6 +36,30 @@ def coerce_generator(config: Any) -> None:
         DtypeError: the name is unknown.
     """
     config.model_dtype = engine_dtype_name(config.model_dtype, (AUTO,))
+
+
+def read_sides(training: Any, model_dtype: Any, heads: Sequence[Head] = ()) -> Sides:
+    """Both sides of an RL job, without a trainer if the dtype of one side is not known.
+
+    ``model_dtype`` is torchtitan's name of the generator's dtype.
+    """
+    found = engines(training, model_dtype)
+    trainer, others = (found[0], found[1:]) if found else (None, ())
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
+
+
+def read_job(config: Any, settings: Settings) -> Sides:
+    """Both sides of the job of a controller's config."""
+    # Trainer and generators have one LM head, which ``settings`` may ask for in fp32.
+    heads = lm_head.read_heads(config) if settings["head"] == "fp32" else ()
+    return read_sides(config.trainer.training, config.generator.model_dtype, heads)
+
+
+def _write(config: Any, key: str, value: object) -> None:
+    if key == lm_head.CONVERTER:
+        lm_head.write(config)
+    else:
+        write_key(config, key, value)
 
 
 @seam(
@@ -74,12 +99,7 @@ def build_controller(call: Call, config: Any) -> Any:
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
     coerce_generator(generator)
-    if current_settings()["head"] == "fp32":  # trainer and generators have one LM head
-        read = partial(lm_head.read_heads, config)
-        report_heads(versioned(FRAMEWORK), read, lambda *_: lm_head.write(config))
-    both = engines(config.trainer.training, generator.model_dtype)
-    if both is not None:
-        report_engines(versioned(FRAMEWORK), both[0], both[1:], partial(write_key, config))
+    report_sides(read_job(config, current_settings()), partial(_write, config))
     return call.proceed()
 
 
@@ -95,7 +115,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     if "generator_dtype" in call.arguments:
         call.arguments["generator_dtype"] = name
     call.proceed()
-    both = engines(config.training, name)
-    if both is not None:
-        verdict = compare(*both)
+    sides = read_sides(config.training, name)
+    if sides.trainer is not None:
+        verdict = compare(sides.trainer, *sides.others)
         decide(FRAMEWORK, "rollout", FEATURE, verdict.chosen, verdict.because)

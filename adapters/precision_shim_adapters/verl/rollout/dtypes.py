@@ -6,19 +6,21 @@ The driver and ``precision-shim plan`` call the same functions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, versioned
+from precision_shim.adapting import Decision, look, versioned
 from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
+from ...agreement.lm_head import IsInForce
 from ...agreement.model_files import resolve_by_model
 from ...agreement.names import engine_name, with_rounded
-from ...agreement.report import JobEngines
+from ...agreement.report import FEATURE, Sides
 from ..training import engines, fsdp
+from .lm_head import read_heads
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -26,19 +28,13 @@ SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward
 """The sections of a job's config that this file reads."""
 
 
-@dataclass(frozen=True)
-class VerlEngines(JobEngines):
-    """The engines of a job; ``strategy`` is the actor's, such as ``"fsdp"``."""
-
-    strategy: str = ""
-
-
-def read_sides(config: Mapping[str, Any]) -> VerlEngines | None:
-    """The engines of a PPO job, from its config as plain data; ``None`` without a rollout.
+def read_sides(config: Mapping[str, Any], in_force: IsInForce) -> Sides | None:
+    """Both sides of a PPO job, from its config as plain data; ``None`` without a rollout.
 
     Raises:
         DtypeError: a key's value is no dtype name.
     """
+    _check_names(config)
     shared = _section(config, "actor_rollout_ref")
     actor, rollout = _section(shared, "actor"), _section(shared, "rollout")
     if not actor or not rollout:
@@ -51,16 +47,13 @@ def read_sides(config: Mapping[str, Any]) -> VerlEngines | None:
         resolve_by_model(_of_rollout(rollout, "rollout", ROLLOUT), backend, path),
         *_teachers(config),
     ]
-    return VerlEngines(trainer, tuple(others), str(actor.get("strategy") or "fsdp"))
+    because = f"the shim does not know what verl's {actor.get('strategy')} engine computes in"
+    unknown = Decision("verl", "rollout", FEATURE, "not compared with the actor", because)
+    decided, heads = () if trainer else (unknown,), read_heads(config, in_force)
+    return Sides("verl", versioned("verl"), trainer, others, heads, decided)
 
 
-def unknown_engine(job: VerlEngines) -> tuple[str, str]:
-    """The decision that the shim reports, and its reason, if the actor's dtype is not known."""
-    reason = f"the shim does not know what verl's {job.strategy} engine computes in"
-    return "not compared with the actor", reason
-
-
-def check_names(config: Mapping[str, Any]) -> None:
+def _check_names(config: Mapping[str, Any]) -> None:
     """Check the dtype names of reward models, whose dtype is not compared with the trainer's.
 
     Raises:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.lm_head import Head
+from precision_shim.precision.lm_head import SETTING, Head
 
 from ...agreement import lm_head as fp32_head
 from ...agreement.report import FEATURE
@@ -98,7 +98,7 @@ def _compute_in_fp32(model: Any, overrides: Any, hf_config: Any) -> None:
         vars(model.config).pop(fp32_head.FIELD, None)
         fp32_head.compute_in_fp32(model, versioned("verl"))
     else:
-        compute_megatrons(model, versioned("verl"), fp32_head.SETTING)
+        compute_megatrons(model, versioned("verl"), SETTING)
 
 
 @seam(

@@ -17,14 +17,12 @@ from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.findings import Problem
-from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.megatron.installed import FSDP_GRADS
 from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.megatron.policy.requested import COERCION
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
-from precision_shim_adapters.verl.rollout.lm_head import read_heads
 from precision_shim_adapters.verl.training import engines, fsdp, megatron
 
 from ..command import Job
@@ -32,7 +30,7 @@ from ..megatron.model import MegatronModel, misplaced, quantized_in
 from ..megatron.sizes import read_sizes
 from ..record import Decided
 from ..request import Plannable, Request, read_request
-from ..rollout import predict_sides
+from ..rollout import listed, predict_sides
 from ..shapes import Model
 from ..torch_optimizer import ShardedModel, learning_rate, scaling
 from ..values import mapping, number_of
@@ -97,24 +95,15 @@ def _not_judged(found: Sequence[Section], added: Sequence[str]) -> Iterator[str]
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
     try:
-        dtypes.check_names(config)
-        both = dtypes.read_sides(config)
+        sides = dtypes.read_sides(config, job.in_force)
+        if sides is None:
+            return [], []
+        findings, _ = predict_sides(job, sides, driver.GROUP)
+        if sides.trainer is not None:
+            findings += weight_sync.judge_delta(config[_SHARED])
     except DtypeError as error:
         return [Problem.of(error, "", error.key)], []
-    if both is None:
-        return [], []
-    heads = partial(read_heads, config, job.in_force)
-    problems, notes = predict_sides(job, _where(), both, driver.GROUP, heads)
-    if both.trainer is None:
-        unknown = "rollout: {}: {} ({})".format(FEATURE, *dtypes.unknown_engine(both))
-        return problems, [unknown, *notes]
-    rollout = inner(inner(config, _SHARED), dtypes.ROLLOUT)
-    refusal, _ = weight_sync.refuses_delta(rollout, both.strategy)
-    if refusal:
-        message, _, remedy = refusal.rpartition(". ")
-        key = f"{dtypes.ROLLOUT}.checkpoint_engine.backend"
-        problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
-    return problems, notes
+    return listed(findings)
 
 
 def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
