@@ -12,7 +12,7 @@ import torch
 
 import precision_shim
 from precision_shim.errors import DtypeError
-from precision_shim_adapters.megatron.policy.switches import is_switch
+from precision_shim_adapters.megatron.policy.legality import is_switch
 from precision_shim_adapters.megatron.training import config_dtypes
 from precision_shim_tools.testing import tiny_gpt
 

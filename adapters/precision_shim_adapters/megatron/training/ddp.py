@@ -105,7 +105,7 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
         choice = dataclasses.replace(choice, grad_reduce_in_fp32=build.in_fp32, because=because)
     build.in_fp32 = choice.grad_reduce_in_fp32
     changed = build.in_fp32 != present
-    because, problem = choice.because, choice.problem or plan.bucket_warning
+    because, problem = choice.because, choice.problem
     if changed and getattr(config, "use_layer_wise_param_layout", False):
         problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
         because = "left as it is"
