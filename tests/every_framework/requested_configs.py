@@ -175,4 +175,4 @@ def outcome_in(
     """The outcome of the plan that this process makes for a framework."""
     build = Build(framework, lambda: requested)
     build.seen = TrainableDtypes({case.dtype: 8})
-    return outcome(case, requested, build.plan())
+    return outcome(case, requested, build.plan(build.in_force()))

@@ -14,8 +14,9 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, FP8, Engine
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.names import ALIASES
 
 from ..agreement.lm_head import report_heads, unchanged_heads
 from ..agreement.model_files import resolve_by_model
@@ -138,7 +139,7 @@ def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
         return None
     else:  # NeMo-RL passes SGLang no dtype
         read, because = AUTO, f"{key} is left out"
-    own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
+    own = Engine("rollout", ALIASES.get(read, read), key, value, because)
     options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
     if name == "vllm_cfg" and read != FP8:  # with fp8 NeMo-RL itself writes these vllm_kwargs
         options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..precision.agreement import CANONICAL
+from ..precision.names import ALIASES
 from .files import read_files, write_whole
 from .ranks import numbers
 
@@ -84,7 +84,7 @@ class Sent:
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield a code (docs/audit.md) and a message for each contradiction with the dtype."""
-        rollout = CANONICAL.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
+        rollout = ALIASES.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
         if rollout == "bf16" and self.computes == "fp16" and not self.quantised:
             key = f" ({self.key}=float16)" if self.key else ""
             yield (

@@ -256,12 +256,6 @@ def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str)
 # -- booleans, which a YAML file or a shell may have made strings ---------------------------------
 
 
-def is_switch(annotation: object) -> bool:
-    """Whether a config's field with this annotation takes a boolean, and no string."""
-    text = str(annotation)
-    return "bool" in text and "str" not in text and "Literal" not in text
-
-
 def read_switch(value: Any, key: str, where: str) -> Any:
     """Return ``True`` for a string that means true in YAML, and what is no string unchanged.
 

@@ -21,7 +21,7 @@ from precision_shim.precision.dtypes import coerce_dtype, pick_name
 from precision_shim.precision.findings import Problem
 from precision_shim.seams import definition, find_spec
 
-from ..policy.legality import is_switch, read_switch
+from ..policy.legality import read_switch
 from ..policy.requested import COERCION, MOSTLY
 from .build import megatron_label
 
@@ -96,9 +96,17 @@ def coerce_field(value: Any, names: Sequence[str], key: str, but: Sequence[str] 
     Raises:
         DtypeError: the name is unknown, or the field does not take this dtype.
     """
-    if not names:
-        return coerce_dtype(value, key=key, where=megatron_label(), but=but)
-    return None if value is None else pick_name(value, names, key=key, where=megatron_label())
+    if value is None or not (names or isinstance(value, str)):
+        return value
+    if names:
+        return pick_name(value, names, key=key, where=megatron_label())
+    return coerce_dtype(value, key=key, where=megatron_label(), but=but)
+
+
+def is_switch(annotation: object) -> bool:
+    """Whether a config's field with this annotation takes a boolean, and no string."""
+    text = str(annotation)
+    return "bool" in text and "str" not in text and "Literal" not in text
 
 
 def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:

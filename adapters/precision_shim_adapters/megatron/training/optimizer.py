@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
     requested, now = build.requested, build.in_force()
     where = requested.where
     if now.dispatches and not native:
-        plan = build.plan()
+        plan = build.plan(now)
         build.decide(DISPATCH, plan.chosen, plan.because)
         for text in plan.warnings:
             warn(f"{build.framework} {requested.subject}: {text}")
@@ -213,7 +214,7 @@ def check(framework: str, config: Any, model: Any) -> None:
         _refuse_unscaled(build, config)
     chunks = _wrapped_chunks(model)
     buckets = {buffer.grad_data.dtype for buffer in grad_buffers(chunks)}
-    live = trainable_dtypes(p for chunk in chunks for p in chunk.parameters())
+    live = trainable_dtypes(chain.from_iterable(chunk.parameters() for chunk in chunks))
     gathers = [getattr(chunk.ddp_config, name, False) for chunk in chunks for name in GATHERS]
     found = cannot_train(
         vars(config),
