@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning, SeamError
@@ -19,6 +20,7 @@ from ..every_framework.checkpoint_doctor import ask, verdict
 from ..every_framework.shim_warnings import ours
 from ..every_framework.walks import walking
 from ..processes.kill_points import beside_another_job, kill_points
+from .conftest import SKYRL
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
 ROLES = ("policy", "critic")
