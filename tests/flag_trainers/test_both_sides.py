@@ -157,7 +157,7 @@ def test_an_unknown_name_ends_the_parser(
         job.parse("--sglang-dtype", "bf17")
     said = " ".join(capsys.readouterr().err.split())
     assert f"{job.name} " in said
-    assert "--sglang-dtype='bf17' is no dtype" in said
+    assert "--sglang-dtype='bf17' is not a dtype" in said
     assert "allowed: fp16/float16/half" in said
 
 

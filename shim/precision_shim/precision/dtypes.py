@@ -103,7 +103,7 @@ def pick_name(
         if value == name or (dtype is not None and any_dtype(name) is dtype):
             return name
     raise DtypeError(
-        f"{where + ': ' if where else ''}{key}={value!r} is no dtype that this key takes; "
+        f"{where + ': ' if where else ''}{key}={value!r} is not a dtype that this key takes; "
         f"allowed: {accepted_names(names)}, in any case, also with the prefix 'torch.'"
         f"{'; and ' * bool(also)}{', '.join(also)}. Correct {key}, or leave it out.",
         key=key,
