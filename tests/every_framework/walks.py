@@ -23,7 +23,7 @@ _ROOMS = tuple(
     for one in (precision_shim, precision_shim_adapters, precision_shim_tools)
 )
 _ROW = re.compile(
-    r"^\| (\d+) \| `([\w.]+)`, (?:`\.*/?([\w/]+\.py)`|the file of step (\d+)) \|", re.MULTILINE
+    r"^\| (\d+) \| `([\w.]+)`, (?:`[.\w]+?/([\w/]+\.py)`|the file of step (\d+)) \|", re.MULTILINE
 )
 
 
