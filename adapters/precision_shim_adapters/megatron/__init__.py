@@ -20,6 +20,7 @@ Write an adapter of a small trainer in these steps:
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +28,5 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        from . import backend
-
-        return getattr(backend, name)
+        # ``from . import backend`` would ask this function for ``backend``.
+        return getattr(import_module(".backend", __name__), name)
