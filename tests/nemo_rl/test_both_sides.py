@@ -239,7 +239,7 @@ def test_a_wrong_name(shim: Any, name: object) -> None:
             complete(generation(name), is_eval=is_eval)
         text = str(raised.value)
         assert text.startswith("nemo-rl 0.")
-        assert f": {key}={name!r} is no dtype that a rollout engine computes in" in text
+        assert f": {key}={name!r} is not a dtype that this key takes" in text
         assert "auto, fp8. Correct" in text
 
 

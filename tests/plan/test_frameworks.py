@@ -18,6 +18,7 @@ from precision_shim_adapters.megatron.installed import needs_gather
 from precision_shim_adapters.verl.training import fsdp
 
 from ..every_framework import in_force
+from ..every_framework.walks import walking
 from ..processes.commands import command, python
 from .models import QWEN3_30B_A3B
 
@@ -340,7 +341,7 @@ def test_verls_fsdp_turbo_engine(model: Path) -> None:
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     said = refused("--", *VERL, *actor, f"{key}=half-and-half")
-    assert f"{key}='half-and-half' is no dtype" in said
+    assert f"{key}='half-and-half' is not a dtype" in said
 
 
 @needs("verl")
@@ -512,6 +513,18 @@ policy:
     distributed_data_parallel_config: {{grad_reduce_in_fp32: false}}
 cluster: {{gpus_per_node: 8, num_nodes: 8}}
 """
+
+
+@needs("nemo_rl")
+def test_the_walk_of_a_plan(tmp_path: Path) -> None:
+    """Of a second plan: what the first one imports is no part of the walk."""
+    (tmp_path / "job.yaml").write_text(NEMO_RL.format(model=tmp_path))
+    job = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(tmp_path / "job.yaml"))
+    words = ("plan", "--parameters", "7.6B", "--", *job)
+    command(*words)
+    with walking("A plan"):
+        ended = command(*words)
+    assert ended.code == 0, ended.err
 
 
 @needs("nemo_rl")

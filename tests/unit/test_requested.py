@@ -140,10 +140,10 @@ def test_a_build_reads_once_and_plans_anew_only_for_another_dtype():
     reads = []
     build = Build("verl", lambda: reads.append(1) or RequestedConfig())
     bf16, more, fp16 = ({BF16: 8}, {BF16: 99}, {FP16: 8})
-    first = build.plan(TrainableDtypes(bf16))
-    assert build.plan(TrainableDtypes(more)) is first
-    other = build.plan(TrainableDtypes(fp16))
+    first = build.plan(build.in_force(), TrainableDtypes(bf16))
+    assert build.plan(build.in_force(), TrainableDtypes(more)) is first
+    other = build.plan(build.in_force(), TrainableDtypes(fp16))
     assert (first.dtype, other.dtype) == (BF16, FP16)
     build.distributed = False
-    assert build.plan(TrainableDtypes(fp16)) is not other
+    assert build.plan(build.in_force(), TrainableDtypes(fp16)) is not other
     assert len(reads) == 1

@@ -14,8 +14,9 @@ from typing import Any
 
 from precision_shim.adapting import Call, Seam, collect, in_force, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
+from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.lm_head import SETTING, Head
+from precision_shim.precision.names import ALIASES
 
 from ..megatron.training.lm_head import compute_in_fp32
 from .lm_head import NOT_IN_FORCE, is_marked, names_head, of_rollout, of_trainer
@@ -50,9 +51,7 @@ def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine
     if args.rollout_external:
         because = f"{because or key}, if the {_EXTERNAL} were started so"
     follows = not (args.rollout_external or "dtype" in own)
-    engine = Engine(
-        "rollout", CANONICAL.get(str(value), AUTO), key, value, because, follows=follows
-    )
+    engine = Engine("rollout", ALIASES.get(str(value), AUTO), key, value, because, follows=follows)
     path = str(own.get("model_path", args.hf_checkpoint))
     engine = resolve_by_model(engine, "sglang", path)
     engine = with_rounded(engine, {"quantization": quantised(path)}, f"{path}/config.json")

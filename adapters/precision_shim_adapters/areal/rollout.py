@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
+from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.names import ALIASES
 
 from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
@@ -62,7 +63,7 @@ def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
 def _rollout(backend: str, config: Any, *, follows: bool) -> Engine:
     key = f"{backend}.dtype"
     value = _coerce(config[backend], key)
-    engine = Engine("rollout", CANONICAL.get(value, AUTO), key, value, follows=follows)
+    engine = Engine("rollout", ALIASES.get(value, AUTO), key, value, follows=follows)
     return resolve_by_model(engine, backend, str(config.actor.path))
 
 

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
+from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.names import ALIASES
 
 from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
@@ -34,7 +35,7 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
     value = section.get("dtype")
     if value is not None:
         value = section["dtype"] = engine_name(value, key, _where(), (AUTO,))
-    engine = Engine(group, CANONICAL.get(str(value), AUTO), key, value)
+    engine = Engine(group, ALIASES.get(str(value), AUTO), key, value)
     return resolve_by_model(engine, "vllm", str(config.get("model")))
 
 

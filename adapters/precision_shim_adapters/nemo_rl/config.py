@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import parse_settings, versioned
-from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, FP8, Engine
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import any_dtype, name_of, parse_dtype
 from precision_shim.precision.effect import COMPUTES, Written, names_precision, values_of
+from precision_shim.precision.names import ALIASES
 
 from ..agreement.names import engine_name, with_rounded
 from ..megatron import RequestedConfig
@@ -231,7 +232,7 @@ def read_rollout(policy: Mapping[str, Any]) -> Engine | None:
         return None
     else:  # NeMo-RL passes SGLang no dtype
         read, because = AUTO, f"{key} is left out"
-    own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
+    own = Engine("rollout", ALIASES.get(read, read), key, value, because)
     options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
     if name == "vllm_cfg" and read != FP8:  # with fp8 NeMo-RL itself writes these vllm_kwargs
         options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"

@@ -103,8 +103,8 @@ def tell_without_effect(
         InconsistentPrecisionError: in strict mode.
     """
     where = where_of(framework, "")
-    found = (f"{one.message}. {one.remedy}" for one in without_effect(tuple(wrote), held))
-    said = [f"{subject}: {CODE}: {where}, {text}" for text in found]
+    found = without_effect(tuple(wrote), held).problems
+    said = [f"{subject}: {CODE}: {where}, {problem}" for problem in found]
     _raise_if_strict(said)
     for text in said:
         _journal.warn(text, stacklevel=None)

@@ -94,10 +94,12 @@ def _problems(
     held = {name: component.dtypes for name, component in part.components.items()}
     held.update({name: (name_of(dtype),) for name, dtype in reading.mixed.items()})
     told = set(expected)
-    for fault in without_effect(wrote, held):
-        told.add(fault.written.sets)
-        due, text = fault.written.dtype or "an effect", f"{fault.message}. {fault.remedy}"
-        yield CODE, fault.written.sets or None, due, fault.found or NOTHING, text.rstrip(".")
+    by_key = {one.key: one for one in wrote}
+    for fault in without_effect(wrote, held).problems:
+        one = by_key[fault.key]
+        told.add(one.sets)
+        found = "+".join(one.in_force(held)) or NOTHING
+        yield CODE, one.sets or None, one.dtype or "an effect", found, str(fault).rstrip(".")
     for low in _low_step_counts(reading):
         remedy = f"in {low} it stands still at {LAST_COUNTS[low]}: keep each state's 'step' in fp32"
         yield "step-count", None, "a step count in fp32", low, remedy

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.writing import write_whole
-from ..precision.agreement import CANONICAL
+from ..precision.names import ALIASES
 from .files import read_files
 from .ranks import grouped, numbers
 
@@ -84,7 +84,7 @@ class Sent:
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield a code (docs/audit.md) and a message for each contradiction with the dtype."""
-        rollout = CANONICAL.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
+        rollout = ALIASES.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
         if rollout == "bf16" and self.computes == "fp16" and not self.quantised:
             key = f" ({self.key}=float16)" if self.key else ""
             yield (

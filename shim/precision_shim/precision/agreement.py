@@ -20,9 +20,6 @@ KEYS = "dtype keys"
 ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Maps a dtype's canonical name to its name in vLLM, SGLang and the frameworks' parsers."""
 
-CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NAMES.items()}
-"""The inverse of ``ENGINE_NAMES``."""
-
 AUTO, FP8 = "auto", "fp8"
 """``Engine.computes`` is ``AUTO`` for the checkpoint's dtype, and ``FP8`` for weights in fp8."""
 

@@ -8,7 +8,7 @@ TransformerEngine stores FP8 optimizer states as bytes with a separate scale.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +88,12 @@ def any_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def pick_name(value: object, names: Collection[str], *, key: str, where: str = "") -> str:
+def pick_name(
+    value: object, names: Collection[str], *, key: str, where: str = "", also: Sequence[str] = ()
+) -> str:
     """Return the one of a framework's ``names`` for the dtype that ``value`` means.
+
+    ``also``: words that the key takes besides, for the message.
 
     Raises:
         DtypeError: none of them means this dtype.
@@ -100,8 +104,8 @@ def pick_name(value: object, names: Collection[str], *, key: str, where: str = "
             return name
     raise DtypeError(
         f"{where + ': ' if where else ''}{key}={value!r} is not a dtype that this key takes; "
-        f"allowed: {accepted_names(names)}, in any case, also with the prefix 'torch.'. Correct "
-        f"{key}, or leave it out.",
+        f"allowed: {accepted_names(names)}, in any case, also with the prefix 'torch.'"
+        f"{'; and ' * bool(also)}{', '.join(also)}. Correct {key}, or leave it out.",
         key=key,
     )
 

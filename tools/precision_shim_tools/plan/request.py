@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.precision.findings import Problem
+from precision_shim.precision.findings import Findings, Problem
 from precision_shim.process import settings as _settings
 from precision_shim.process.versions import version_of
 
@@ -122,27 +122,17 @@ def read_request(
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
 
 
-def _without_effect(
-    wrote: Sequence[Written], model: ModelPlan, where: str
-) -> tuple[list[Problem], list[str]]:
-    """Find the dtypes that the user wrote and that the planned model does not have.
-
-    A key that nothing reads, and that says what is in force, is a note.
-    """
+def _without_effect(wrote: Sequence[Written], model: ModelPlan, where: str) -> Findings:
+    """Find the dtypes that the user wrote and that the planned model does not have."""
     # It imports torch, and --help must not wait for that.
-    from precision_shim.precision.effect import CODE, COMPUTES, REDUCES, without_effect
+    from precision_shim.precision.effect import COMPUTES, REDUCES, without_effect
 
     held: dict[str, Sequence[str]] = {COMPUTES: (model.computes,), REDUCES: (model.reduces,)}
     for part in (part for stage in model.after for part in stage.parts):
         for name, component in part.components.items():
             held[name] = (*held.get(name, ()), *component.dtypes)
     held = {name: dtypes for name, dtypes in held.items() if any(dtypes)}
-    faults = without_effect(wrote, held)
-    unread = (one for one in wrote if not one.read and one.dtype in one.in_force(held))
-    return [
-        Problem(CODE, model.subject, one.written.key, f"{where}: {one.message}", one.remedy)
-        for one in faults
-    ], [f"{one}: nothing reads this key; {one.dtype} is in force without it" for one in unread]
+    return without_effect(wrote, held, model.subject, where)
 
 
 def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list[str]:
@@ -177,9 +167,9 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             where = f"{request.framework} {request.version or ''}".strip()
             if job.in_force("audit", ""):  # which says it in the worker
                 told = {fault.key for fault in faults}
-                idle, harmless = _without_effect(plannable.wrote, model, where)
-                problems += (one for one in idle if one.key not in told)
-                models[-1] = replace(model, notes=(*model.notes, *harmless))
+                found = _without_effect(plannable.wrote, model, where)
+                problems += (one for one in found.problems if one.key not in told)
+                models[-1] = replace(model, notes=(*model.notes, *found.notes))
     # The rollout's check and the model's reader refuse the same value of the same key.
     problems = list({(one.key, one.message): one for one in problems}.values())
     if job.refusals:

@@ -24,9 +24,9 @@ from precision_shim.precision.effect import Written
 from precision_shim.seams import definition
 
 from ... import megatron
+from ...megatron.policy.legality import read_switch
 from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS, ROWS
 from ...megatron.policy.requested import SETS
-from ...megatron.policy.switches import read_switch
 from .fsdp import read_key
 
 _KEY = "override_optimizer_config"
