@@ -32,17 +32,12 @@ def prepare() -> None:
         return
 
 
-def run(launch: Launch) -> Any:
-    """Run the launch's case in this rank."""
-    torch.set_num_threads(1)
-    return globals()[launch.case](launch)
-
-
 # -- Megatron --------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
+def on_megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
+    """Be one rank of Megatron's, with a stand-in for TransformerEngine."""
     from precision_shim_tools.testing import (
         megatron_on_cpu,
         model_parallel,
@@ -60,7 +55,7 @@ def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
 def megatron(launch: Launch) -> dict[str, Any]:
     """Audit honest and planted builds: dense, and with a data-parallel group for experts."""
     found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}, "measured": {}}
-    with _megatron(launch, expert_model_parallel_size=2):
+    with on_megatron(launch, expert_model_parallel_size=2):
         for experts in (False, True):
             kind = "experts" if experts else "dense"
             for name in ("bf16, as Megatron has it", "precision-aware", "fp16"):
@@ -94,7 +89,7 @@ def offloaded(launch: Launch) -> dict[str, Any]:
         return builds.train(*made, steps, first=first, world=launch.world, rank=launch.rank)
 
     found: dict[str, Any] = {}
-    with _megatron(launch), FakeGpu():
+    with on_megatron(launch), FakeGpu():
         precision_shim.install(export=False)
         for sharding in READABLE:
             folder = Path(launch.folder, sharding)
@@ -117,7 +112,7 @@ def offloaded(launch: Launch) -> dict[str, Any]:
 def differing(launch: Launch) -> list[Any]:
     """Audit ranks of which the last stores whole masters and the others store remainders."""
     last = launch.rank == launch.world - 1
-    with _megatron(launch):
+    with on_megatron(launch):
         build = builds.HONEST["precision-aware, whole masters" if last else "precision-aware"]
         made = builds.make(build)
         audit = precision_shim.audit(*made, group=dist.group.WORLD)
@@ -145,7 +140,8 @@ def failing(launch: Launch) -> list[str]:
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 
-def _fsdp_model(dtype: torch.dtype, launch: Launch) -> Any:
+def fsdp_model(dtype: torch.dtype, launch: Launch, *, frozen: bool = True) -> Any:
+    """Two layers of which FSDP2's shares are unequal; ``frozen``: one bias is."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -154,7 +150,7 @@ def _fsdp_model(dtype: torch.dtype, launch: Launch) -> Any:
     model = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.GELU(), torch.nn.Linear(15, 3)).to(
         dtype
     )
-    model[0].bias.requires_grad_(False)
+    model[0].bias.requires_grad_(not frozen)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dtype is torch.float32 else dtype)
     mesh = init_device_mesh("cpu", (launch.world,))
     fully_shard(model[0], mesh=mesh, mp_policy=policy)
@@ -162,7 +158,8 @@ def _fsdp_model(dtype: torch.dtype, launch: Launch) -> Any:
     return model
 
 
-def _fsdp_step(model: Any, optimizer: Any, dtype: torch.dtype) -> None:
+def fsdp_step(model: Any, optimizer: Any, dtype: torch.dtype) -> None:
+    """Take a step."""
     model(torch.ones(2, 8, dtype=dtype)).float().sum().backward()
     optimizer.step()
 
@@ -172,11 +169,11 @@ def fsdp(launch: Launch) -> dict[str, Any]:
     launch.join()
     found: dict[str, Any] = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        model = _fsdp_model(dtype, launch)
+        model = fsdp_model(dtype, launch)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
         before = precision_shim.audit(model, optimizer)
-        _fsdp_step(model, optimizer, dtype)
+        fsdp_step(model, optimizer, dtype)
         after = precision_shim.audit(model, optimizer, group=dist.group.WORLD)
         found[name] = {
             "before": before.to_dict(),
@@ -281,7 +278,7 @@ def flat(launch: Launch) -> dict[str, Any]:
 
 def expert_updates(launch: Launch) -> dict[str, Any]:
     """The meters of a mixture of experts, whose chained optimizer has a part for the experts."""
-    with _megatron(launch, expert_model_parallel_size=2):
+    with on_megatron(launch, expert_model_parallel_size=2):
         honest = builds.HONEST["precision-aware"]
         build = replace(honest, config=honest.config | {"lr": 6e-6}, experts=True)
         chunks, optimizer = builds.make(build)
@@ -305,5 +302,4 @@ __all__ = [
     "hybrid",
     "megatron",
     "prepare",
-    "run",
 ]

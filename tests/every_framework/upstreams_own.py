@@ -53,6 +53,9 @@ def pytest_sessionfinish(session):
     pathlib.Path(os.environ["OUTCOMES"]).write_text(json.dumps(found))
 """
 
+PASSED = "passed call"
+"""The outcome of a test that passed."""
+
 Start = Callable[[list[str], dict[str, str], Path], str]
 """Runs pytest with arguments, an environment and a folder; returns pytest's output."""
 
@@ -102,7 +105,7 @@ class Ended:
 
     @property
     def passed(self) -> int:
-        return list(self.outcomes.values()).count("passed call")
+        return list(self.outcomes.values()).count(PASSED)
 
     def names(self, outcome: str) -> set[str]:
         """Names of the test functions with this outcome."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ..processes.rank_server import rank_server
+from ..processes.rank_server import Ranks, serving
 from ..processes.ray_cluster import ROOT, drive
 from ..stand_ins.tiny_models import VOCABULARY, make_checkpoint
 
@@ -35,6 +35,7 @@ FLAGS = f"""
 SCALE = 32768
 OVERFLOW = 1e30
 pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.timeout(1000)]
+drivers = serving("tests.verl.ray_processes")
 
 
 def steps(found: dict[str, Any]) -> list[dict[str, float]]:
@@ -51,20 +52,17 @@ def promised(name: str) -> str:
     return " ".join(line[: line.index("\n\n")].split())
 
 
-def test_the_variable_reaches_the_actor(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_variable_reaches_the_actor(name: str, tmp_path: Path, drivers: Ranks) -> None:
     model = str(make_checkpoint(tmp_path / "model"))
     flags = [*FLAGS.split(), "--hf-checkpoint", model, "--ref-load", model]
     job = json.dumps({"rewards": [1, OVERFLOW, 1], "flags": flags})
     sites = (HERE / "site",)
-    with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("drivers")) as ranks:
-        driver = (ranks, HERE / "ray_driver.py", name, tmp_path, job)
-        found = drive(*driver, paths=sites, timeout=900, PRECISION_SHIM="1")
+    driver = (drivers, HERE / "ray_driver.py", name, tmp_path, job)
+    found = drive(*driver, paths=sites, timeout=900, PRECISION_SHIM="1")
 
     assert found["variables"]["PRECISION_SHIM"] == "1"
-    driver = ("ray.placement_group", "sglang_utils")  # the actor need not import these
-    states = {key: one for key, one in found["states"].items() if not any(map(key.count, driver))}
+    driven = ("ray.placement_group", "sglang_utils")  # the actor need not import these
+    states = {key: one for key, one in found["states"].items() if not any(map(key.count, driven))}
     assert set(states.values()) == {"wrapped"}
     assert all(found["patched"].values()), found["patched"]
     assert promised(name) in found["log"]

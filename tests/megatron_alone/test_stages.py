@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, serving
 from .training import SCALE
 
-
-@pytest.fixture(scope="module")
-def launch(megatron_core: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with rank_server("tests.megatron_alone.stage_ranks", tmp_path_factory.mktemp("r")) as ranks:
-        yield ranks
+pytestmark = pytest.mark.usefixtures("megatron_core")
+launch = serving("tests.megatron_alone.stage_ranks")
 
 
 def test_megatron_fsdp(launch: Ranks) -> None:

@@ -19,7 +19,7 @@ import pytest
 from packaging.version import Version
 
 from ..every_framework.upstreams_own import fetch
-from ..processes.rank_server import Ranks, freeze, rank_server
+from ..processes.rank_server import freeze, serving
 from ..stand_ins.tiny_models import make_checkpoint
 from .cpu import nemo_rl_on_cpu
 from .support import NEMO_RL, actor_class, make_worker, policy_config
@@ -34,11 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts rank processes that have imported the slowest modules; returns each rank's results."""
-    with rank_server("tests.nemo_rl.ranks", tmp_path_factory.mktemp("ranks")) as server:
-        yield server
+ranks = serving("tests.nemo_rl.ranks")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from ..processes import forks
 from ..processes.rank_server import Launch, freeze
 
 IMPORTED = (
@@ -28,13 +27,6 @@ def prepare() -> None:
     """Import ``IMPORTED`` in the server."""
     for name in IMPORTED:
         importlib.import_module(name)
-
-
-def run(launch: Launch) -> Any:
-    """Run the case of a launch."""
-    return {"train": train, "unpickle": unpickle, "script": forks.script, "tests": forks.tests}[
-        launch.case
-    ](launch)
 
 
 def unpickle(launch: Launch) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -12,43 +11,16 @@ import torch.distributed as dist
 import precision_shim
 
 from ..audit import builds
+from ..audit.ranks import fsdp_model, fsdp_step, on_megatron, prepare
 from ..processes.rank_server import Launch
-
-
-def prepare() -> None:
-    """Import Megatron for the ranks; the unit environments have no Megatron."""
-    warnings.simplefilter("ignore")
-    try:
-        import megatron.core.models.gpt  # noqa: F401
-    except ImportError:
-        return
-
-
-def run(launch: Launch) -> Any:
-    """Run the launch's case in this rank."""
-    torch.set_num_threads(1)
-    return globals()[launch.case](launch)
-
 
 # -- audits of built models ------------------------------------------------------------------------
 
 
 def audits(launch: Launch) -> dict[str, Any]:
     """Audit each of eight builds after a step, and also plain bf16 with a bf16 bucket."""
-    from precision_shim_tools.testing import (
-        megatron_on_cpu,
-        model_parallel,
-        stand_in_transformer_engine,
-    )
-
     found = {}
-    with (
-        stand_in_transformer_engine(),
-        megatron_on_cpu(),
-        model_parallel(
-            launch.world, launch.rank, launch.store, expert_model_parallel_size=launch.world
-        ),
-    ):
+    with on_megatron(launch, expert_model_parallel_size=launch.world):
         cases = {**builds.EIGHT, "copies": builds.Build(fp32_bucket=False)}
         for experts in (False, True):
             for name, build in cases.items():
@@ -61,18 +33,12 @@ def audits(launch: Launch) -> dict[str, Any]:
 
 def fsdp(launch: Launch) -> dict[str, Any]:
     """Audit FSDP2 with torch's AdamW and unequal shares."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     launch.join()
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(7)
-        model: Any = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.Linear(15, 3)).to(dtype)
-        fully_shard(model, mesh=init_device_mesh("cpu", (launch.world,)))
+        model = fsdp_model(dtype, launch, frozen=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model(torch.ones(2, 8, dtype=dtype)).float().sum().backward()
-        optimizer.step()
+        fsdp_step(model, optimizer, dtype)
         found[str(dtype)] = precision_shim.audit(model, optimizer).to_dict()
     return found
 
@@ -215,4 +181,4 @@ def parameters(launch: Launch) -> dict[str, list[list[int]]]:
     return found
 
 
-__all__ = ["audits", "fsdp", "parameters", "prepare", "run"]
+__all__ = ["audits", "fsdp", "parameters", "prepare"]

@@ -21,16 +21,29 @@ from ..every_framework import in_force
 from ..every_framework.walks import walking
 from ..processes.commands import command, python
 from .models import QWEN3_30B_A3B
-
-
-def needs(package: str) -> pytest.MarkDecorator:
-    found = importlib.util.find_spec(package) is not None
-    return pytest.mark.skipif(not found, reason=f"{package} is not installed")
+from .rows import (
+    ACTOR,
+    DTENSOR,
+    GRPO,
+    GRPO_ON_MEGATRON,
+    LLAMA,
+    MIXED,
+    NEMO_RL,
+    PLANNED,
+    REFUSED,
+    SKYRL,
+    VERL,
+    needs,
+    since,
+)
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a model and of ``job.yaml``, in which the job is planned."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    (tmp_path / "job.yaml").write_text(NEMO_RL.format(model=tmp_path))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -98,9 +111,34 @@ OURS = "loss scaling from 65536, growth x2 after 400 steps, backoff x0.5"
 """By the shim's own defaults."""
 
 
+@pytest.mark.parametrize(("line", "problems", "notes", "silent"), PLANNED)
+def test_what_the_plan_tells(
+    model: Path,
+    line: Sequence[str],
+    problems: dict[str, Sequence[str]],
+    notes: Sequence[str],
+    silent: Sequence[str],
+) -> None:
+    code, plan = planned("--parameters", "1B", "--", *line)
+    found = plan["problems"]
+    told = {one["key"]: "{code} {subject}: {message}. {remedy}".format(**one) for one in found}
+    assert (code, len(found), told.keys()) == (bool(problems), len(problems), problems.keys())
+    for key, texts in problems.items():
+        assert all(text in told[key] for text in texts), told[key]
+    every = [note for one in (plan, *plan["models"]) for note in one["notes"]]
+    assert [text for text in notes if not any(text in one for one in every)] == []
+    assert [one for one in every if any(text in one for text in silent)] == []
+
+
+@pytest.mark.parametrize(("line", "texts"), REFUSED)
+def test_a_job_that_cannot_be_planned(line: Sequence[str], texts: Sequence[str]) -> None:
+    said = refused("--", *line)
+    assert all(text in said for text in texts), said
+    assert "Report this line" not in said
+
+
 # -- verl --------------------------------------------------------------------------------------
 
-VERL = ("python3", "-m", "verl.trainer.main_ppo", "trainer.nnodes=8", "trainer.n_gpus_per_node=8")
 MEGATRON = (
     *VERL[:3],
     "--config-name=ppo_megatron_trainer",  # hydra takes overrides in one row
@@ -195,10 +233,6 @@ def test_verl_on_fsdp_and_what_is_illegal(model: Path) -> None:
     assert "its layout cannot be computed: " in refused("--", *MEGATRON, path, three)
 
 
-ACTOR = "actor_rollout_ref.actor"
-MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
-
-
 @needs("verl")
 def test_verls_own_fields_take_other_names_without_the_shim(model: Path) -> None:
     native = Version(version("verl")) >= Version("0.9")
@@ -219,47 +253,8 @@ def test_verls_own_fields_take_other_names_without_the_shim(model: Path) -> None
     assert "without quotes" in remedy
 
 
-@needs("nemo_rl")
-def test_what_nemo_rl_refuses_of_an_offloaded_optimizer(model: Path) -> None:
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    words = (*DTENSOR[:3], str(model / "job.yaml"))
-    optimizer = "policy.megatron_cfg.optimizer"
-    for fraction, offload, refused in (
-        ("1.0", "true", []),
-        ("0.5", "true", [f"{optimizer}.optimizer_offload_fraction"]),
-        ("0.5", "false", []),
-        ("1.0", "'false'", [f"{optimizer}.optimizer_cpu_offload"]),
-    ):
-        more = (f"offload_fraction={fraction}", f"cpu_offload={offload}")
-        _, plan = planned("--", *words, *(f"++{optimizer}.optimizer_{one}" for one in more))
-        assert [one["key"] for one in plan["problems"]] == refused
-
-
 @needs("verl")
-def test_a_key_in_a_wrong_section_of_verls_is_told_where_it_belongs() -> None:
-    remedies = {
-        "mixed_precision": f"Write {MIXED}, or",
-        "fsdp_config.param_dtype": f"Write {MIXED}.param_dtype, or",
-        "param_dtype": f"Write {MIXED}.param_dtype, or",
-        "fsdp_config.lr": f"Write {ACTOR}.optim.lr, or",
-        "optim.lrr": f"Did you mean {ACTOR}.optim.lr? Correct",
-        "optim.override_optimizer_config.exp_avg_dtype": f"Leave {ACTOR}.optim.override_optimizer",
-    }
-    words = [f"+{ACTOR}.{key}=fp16" for key in remedies]
-    words[0] = f"+{ACTOR}.mixed_precision.param_dtype=fp16"
-    code, plan = planned("--parameters", "1M", "--", *GRPO, *words)
-    assert (code, {one["code"] for one in plan["problems"]}) == (1, {"key"})
-    told = {one["key"].removeprefix(f"{ACTOR}."): one["remedy"] for one in plan["problems"]}
-    assert told.keys() == remedies.keys()
-    for key, remedy in remedies.items():
-        assert told[key].startswith(remedy)
-
-
-@needs("verl")
-@pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.8"),
-    reason="verl has the Automodel engine from 0.8",
-)
+@since("0.8")  # the Automodel engine
 def test_verls_other_engines(model: Path) -> None:
     here = Version(version("verl"))
     actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
@@ -285,10 +280,7 @@ def test_verls_other_engines(model: Path) -> None:
 
 
 @needs("verl")
-@pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.8"),
-    reason="the VeOmni engine of older versions is refused",
-)
+@since("0.8")  # the VeOmni engine of older versions is refused
 def test_verls_veomni_engine(model: Path) -> None:
     """VeOmni gathers fp32 parameters in fp16 and the shim scales the loss, or the plan refuses."""
     key = "actor_rollout_ref.actor.veomni"
@@ -320,10 +312,7 @@ def test_verls_veomni_engine(model: Path) -> None:
 
 
 @needs("verl")
-@pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.9.1"),
-    reason="verl has the FSDP Turbo engine from 0.9.1",
-)
+@since("0.9.1")
 def test_verls_fsdp_turbo_engine(model: Path) -> None:
     actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
     actor += ("actor_rollout_ref.actor.strategy=fsdp_turbo",)
@@ -390,36 +379,6 @@ def fsdp_group_of_verl() -> str:
 
 
 @needs("verl")
-def test_verls_config_is_named_where_it_cannot_be_read() -> None:
-    said = refused("--", *VERL, "actor_rollout_ref.nonsense=1")
-    assert "ppo_trainer.yaml" in said
-    assert "nonsense" in said
-
-
-@needs("verl")
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("actor_rollout_ref.model.lora_rank=some", "'some'"),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=all", "'all'"),
-        ("actor_rollout_ref.actor=null", "NoneType"),
-    ],
-)
-def test_a_value_of_another_kind_is_no_traceback(word: str, expected: str) -> None:
-    said = refused("--", *VERL, word)
-    assert expected in said
-    assert "Write" in said
-    assert "Report this line" not in said
-
-
-@needs("verl")
-def test_an_entry_point_that_is_not_there() -> None:
-    said = refused("--", "python", "-m", "verl.trainer.main_gone")
-    assert "verl.trainer.main_gone: " in said
-    assert "there is no such module or script here" in said
-
-
-@needs("verl")
 def test_no_module_of_verls_or_megatrons_is_imported(model: Path) -> None:
     code = (
         "import sys\n"
@@ -434,14 +393,6 @@ def test_no_module_of_verls_or_megatrons_is_imported(model: Path) -> None:
 
 
 # -- SkyRL -------------------------------------------------------------------------------------
-
-SKYRL = ("uv", "run", "-m", "skyrl.train.entrypoints.main_base")
-
-
-@needs("skyrl")
-def test_skyrls_sections_have_keys() -> None:
-    said = refused("--", *SKYRL, "trainer.strategy=fsdp", "trainer.critic=null")
-    assert "trainer.critic=None (NoneType): expected a section with keys" in said
 
 
 @needs("skyrl")
@@ -494,26 +445,6 @@ def test_skyrl(model: Path) -> None:
 
 # -- NeMo-RL -----------------------------------------------------------------------------------
 
-NEMO_RL = """
-policy:
-  model_name: {model}
-  precision: bfloat16
-  dtensor_cfg: {{enabled: false, tensor_parallel_size: 2}}
-  optimizer: {{name: torch.optim.AdamW, kwargs: {{}}}}
-  megatron_cfg:
-    enabled: true
-    tensor_model_parallel_size: 2
-    pipeline_model_parallel_size: 2
-    expert_model_parallel_size: 8
-    expert_tensor_parallel_size: 2
-    sequence_parallel: true
-    optimizer: {{optimizer: adam, bf16: true, fp16: false, params_dtype: float32,
-                adam_beta2: 0.999, use_distributed_optimizer: true,
-                use_precision_aware_optimizer: true}}
-    distributed_data_parallel_config: {{grad_reduce_in_fp32: false}}
-cluster: {{gpus_per_node: 8, num_nodes: 8}}
-"""
-
 
 @needs("nemo_rl")
 def test_the_walk_of_a_plan(tmp_path: Path) -> None:
@@ -529,7 +460,7 @@ def test_the_walk_of_a_plan(tmp_path: Path) -> None:
 
 @needs("nemo_rl")
 def test_nemo_rl(model: Path) -> None:
-    (model / "parent.yaml").write_text(NEMO_RL.format(model=model))
+    (model / "job.yaml").rename(model / "parent.yaml")
     (model / "job.yaml").write_text("defaults: parent.yaml\n")
     words = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
     code, plan = planned("--", *words)
@@ -586,179 +517,6 @@ def test_nemo_rl(model: Path) -> None:
     assert "none.yaml" in refused("--", *words[:-1], str(model / "none.yaml"))
 
 
-OPTIM = f"{ACTOR}.optim"
-DTENSOR = (
-    *("python3", "nemo_rl/run_grpo.py", "--config", "job.yaml"),
-    *("++policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true"),
-)
-OVERRIDES = "actor_rollout_ref.model.override_config"
-KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
-OVERRIDE = "critic.optim.override_optimizer_config"
-GRPO = (*VERL, "algorithm.adv_estimator=grpo")
-GRPO_ON_MEGATRON = (*VERL[:3], "--config-name=ppo_megatron_trainer", *GRPO[3:])
-NATIVE = pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.9"),
-    reason="verl has fields for the states' dtypes from 0.9",
-)
-
-
-@pytest.mark.parametrize(
-    ("line", "written"),
-    [
-        pytest.param(
-            GRPO_ON_MEGATRON, {f"++{OPTIM}.exp_avg_dtype": "bf16"}, marks=[needs("verl"), NATIVE]
-        ),
-        pytest.param(
-            GRPO_ON_MEGATRON,
-            {
-                f"++{OPTIM}.exp_avg_dtype": "bf16",
-                f"++{OPTIM}.use_precision_aware_optimizer": "true",
-                f"++{OPTIM}.override_optimizer_config.exp_avg_dtype": "fp32",
-            },
-            marks=[needs("verl"), NATIVE],
-        ),
-        pytest.param(GRPO, {f"++{OVERRIDES}.torch_dtype": "float16"}, marks=needs("verl")),
-        pytest.param(
-            (*SKYRL, "trainer.strategy=megatron"),
-            {
-                f"{KWARGS}.main_grads_dtype": "bf16",
-                f"{KWARGS}.use_precision_aware_optimizer": "true",
-                f"{KWARGS.rpartition('.')[0]}.ddp_config.grad_reduce_in_fp32": "true",
-            },
-            marks=needs("skyrl"),
-        ),
-        pytest.param(
-            DTENSOR[:4], {"++policy.hf_config_overrides.dtype": "float32"}, marks=needs("nemo_rl")
-        ),
-        pytest.param(
-            DTENSOR,
-            {"++policy.dtensor_cfg.mixed_precision.param_dtype": "float16"},
-            marks=needs("nemo_rl"),
-        ),
-    ],
-    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
-)
-def test_a_dtype_that_has_no_effect_is_illegal(
-    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], written: dict[str, str]
-) -> None:
-    monkeypatch.chdir(model)
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    words = [f"{key}={value}" for key, value in written.items()]
-    code, plan = planned("--parameters", "1B", "--", *line, *words)
-    found = [one for one in plan["problems"] if one["code"] == "no-effect"]
-    (key, *others) = [key.lstrip("+") for key in written]
-    subject = "actor" if "actor" in key else "policy"
-    assert (code, [(one["key"], one["subject"]) for one in found]) == (1, [(key, subject)])
-    (other,) = others[-1:] or [key]
-    assert other in found[0]["message"] + found[0]["remedy"]
-
-
-@needs("verl")
-def test_dtypes_that_fsdp_does_not_read_are_illegal() -> None:
-    keys = [f"{ACTOR}.fsdp_config.wrap_policy{key}" for key in (".param_dtype", ".in.reduce_dtype")]
-    keys += [f"{MIXED}.parm_dtype", f"{OVERRIDES}.model_config.dtype"]
-    if Version(version("verl")) >= Version("0.9"):
-        keys += [f"{ACTOR}.fsdp_config.dtype"]
-    words = [f"++{key}=float16" for key in keys]
-    code, plan = planned("--parameters", "1B", "--", *GRPO, *words)
-    found = [(one["key"], one["subject"], one["code"]) for one in plan["problems"]]
-    assert (code, sorted(found)) == (1, sorted((key, "actor", "no-effect") for key in keys))
-
-
-@needs("skyrl")
-@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
-def test_dtypes_that_a_strategy_of_skyrls_does_not_read_are_illegal(strategy: str) -> None:
-    megatron = "trainer.policy.megatron_config"
-    words = [f"{KWARGS}.exp_avg_dtype=bf16", f"{megatron}.ddp_config.grad_reduce_in_fp32=false"]
-    words += ["trainer.policy.fsdp_config.mixed_precision.buffer_dtype=bf16"]
-    if strategy == "megatron":
-        layers = "transformer_config_kwargs"
-        words = [
-            f"{megatron}.{layers}.{one}" for one in ("params_dtype=fp32", "exp_avg_dtype=bf16")
-        ]
-        words += ["trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16"]
-        words += ["trainer.ref.megatron_config.optimizer_config_kwargs.exp_avg_dtype=bf16"]
-        words += [f"trainer.ref.megatron_config.{layers}.exp_avg_dtype=bf16"]
-    line = (*SKYRL, f"trainer.strategy={strategy}", "trainer.algorithm.use_kl_loss=true", *words)
-    code, plan = planned("--parameters", "1B", "--", *line)
-    found = {one["key"]: one["subject"] for one in plan["problems"] if one["code"] == "no-effect"}
-    keys = [word.partition("=")[0] for word in words]
-    assert (code, found) == (1, {key: "ref" if ".ref." in key else "policy" for key in keys})
-
-
-@needs("skyrl")
-@pytest.mark.parametrize("loss", ["true", "false"])
-def test_skyrls_flag_on_fsdp_is_judged_for_the_reference_model_too(loss: str) -> None:
-    line = (*SKYRL, "trainer.strategy=fsdp2", f"trainer.algorithm.use_kl_loss={loss}")
-    code, plan = planned("--parameters", "1B", "--", *line, "trainer.bf16=false")
-    found = [(one["key"], one["subject"]) for one in plan["problems"]]
-    assert (code, found) == ((0, []) if loss == "true" else (1, [("trainer.bf16", "policy")]))
-
-
-@needs("nemo_rl")
-def test_a_misspelt_key_of_nemo_rls_bucket(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    monkeypatch.chdir(model)
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    key = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_fp32"
-    code, plan = planned("--", *DTENSOR[:4], f"++{key}=true")
-    ((found, remedy),) = ((one["key"], one["remedy"]) for one in plan["problems"])
-    assert (code, found) == (1, key)
-    assert "grad_reduce_in_fp32" in remedy
-
-
-@needs("nemo_rl")
-def test_precision_keys_that_nemo_rl_accepts_and_does_not_read(
-    monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
-    monkeypatch.chdir(model)
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    rollout, states = "policy.generation.vllm_cfg", "policy.megatron_cfg.optimizer"
-    remedies = {
-        "policy.precison": "policy.precision=float16",
-        "policy.dtype": "policy.precision=float16",
-        "policy.dtensor_cfg.precision": "policy.precision=float16",
-        f"{rollout}.dtype": f"{rollout}.precision=float16",
-        f"{states}.exp_avg_dtype": "",
-        "policy.megatron_cfg.exp_avg_dtype": "",
-        "policy.optimizer.exp_avg_dtype": "",
-        "policy.dtensor_cfg.fsdp_output_dtype": "",
-        "policy.generation.dtype": "",
-    }
-    read = (f"++{rollout}.precision=bfloat16",)
-    if Version(version("nemo-rl")) >= Version("0.5.0rc0"):
-        read += (f"++{rollout}.kv_cache_dtype=fp8",)
-    read += ("++policy.generation.backend=vllm", f"++{states}.params_dtype=float32")
-    read += ("++policy.megatron_cfg.moe_router_dtype=fp32",)
-    words = [f"++{key}=float16" for key in remedies]
-    others = ["policy.megatron_cfg.first_last_layers_bf16", "policy.dtensor_cfg.fsdp_param_dtype"]
-    others += ["policy.megatron_cfg.te_precision_config_file", "policy.optimizer.kwargs.half_dtype"]
-    remedies |= dict.fromkeys(others, "")
-    words += [f"++{key}=true" for key in others]
-    code, plan = planned("--parameters", "1B", "--", *DTENSOR, *read, *words)
-    told = {one["key"]: one["remedy"] for one in plan["problems"]}
-    leave = {key: f"eave {key} out." for key in remedies}
-    expected = {
-        key: f"Write {needs}, or l{leave[key]}" if needs else f"L{leave[key]}"
-        for key, needs in remedies.items()
-    }
-    assert (code, told) == (1, expected)
-
-
-@needs("nemo_rl")
-def test_an_unread_key_that_says_what_is_in_force_is_a_note(
-    monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
-    monkeypatch.chdir(model)
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    keys = ["policy.dtensor_cfg.fsdp_output_dtype", "policy.optimizer.exp_avg_dtype"]
-    words = [f"{key}=float32" for key in keys]
-    line = ("--parameters", "1B", "--", *DTENSOR, "++grpo.advantage_dtype=bf16")
-    code, plan = planned(*line, *(f"++{word}" for word in words))
-    told = [f"{word}: nothing reads this key; fp32 is in force without it" for word in words]
-    assert (code, sorted(plan["models"][0]["notes"][-2:])) == (0, sorted(told))
-    assert "grpo.advantage_dtype=bf16: NeMo-RL reads no key of this name" in plan["notes"]
-
-
 LORAS = [
     pytest.param(
         GRPO, "actor_rollout_ref.model.lora_rank", f"++{MIXED}.parm_dtype", marks=needs("verl")
@@ -781,10 +539,8 @@ LORAS = [
 @pytest.mark.filterwarnings("ignore:LoRA is enabled")  # by SkyRL 0.2
 @pytest.mark.parametrize(("line", "lora", "wrong"), LORAS, ids=lambda one: "")
 def test_a_job_that_cannot_be_planned_is_checked_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], lora: str, wrong: str
+    model: Path, line: tuple[str, ...], lora: str, wrong: str
 ) -> None:
-    monkeypatch.chdir(model)
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
     words = (f"{lora}={'true' if lora.endswith('enabled') else 8}", f"{wrong}=fp16")
     code, _, told = command("plan", "--model", model / "nowhere", "--", *line, *words)
     assert code == 2
@@ -797,20 +553,6 @@ def test_a_job_that_cannot_be_planned_is_checked_all_the_same(
         assert text in told
 
 
-@needs("verl")
-def test_a_precision_at_a_key_that_verl_lacks_is_told() -> None:
-    keys = ("exp_avg_dtype", "trainer.precision", "data.dtype", "actor_rollout_ref.param_dtype")
-    known = (
-        "++actor_rollout_ref.rollout.dtype=bfloat16",
-        f"++{ACTOR}.fsdp_config.model_dtype=fp32",
-    )
-    _, plan = planned("--parameters", "1B", "--", *GRPO, *(f"+{key}=bf16" for key in keys), *known)
-    told = [
-        one.partition(":")[0] for one in plan["notes"] if "verl's config has no such key" in one
-    ]
-    assert told == [f"{key}=bf16" for key in keys]
-
-
 @needs("skyrl")
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
 def test_fp16_by_the_flag_that_skyrl_lacks(strategy: str) -> None:
@@ -819,62 +561,6 @@ def test_fp16_by_the_flag_that_skyrl_lacks(strategy: str) -> None:
     written = said.partition("Did you mean ")[2].partition("?")[0].split(" and ")
     code, plan = planned("--parameters", "1M", "--", *line, *written)
     assert (code, plan["models"][0]["computes"]) == (0, "fp16")
-
-
-@needs("skyrl")
-def test_what_skyrl_alone_would_not_tell() -> None:
-    section = "trainer.policy.fsdp_config.mixed_precision"
-    line = ("--parameters", "1B", "--", *SKYRL)
-    _, plan = planned(*line, "trainer.strategy=fsdp2", f"{section}.reduce_dtype=fp16")
-    assert any(
-        f"{section}.reduce_dtype=float16 is no fp16" in one for one in plan["models"][0]["notes"]
-    )
-    _, plan = planned(*line, "trainer.strategy=fsdp2", f"{section}.reduce_dtype=bf16")
-    assert plan["models"][0]["notes"] == []
-    layers = "trainer.policy.megatron_config.transformer_config_kwargs"
-    code, plan = planned(*line, "trainer.strategy=megatron", f"{layers}.fp8_param=true")
-    (problem,) = plan["problems"]
-    found = (code, problem["code"], problem["key"])
-    assert found == (1, "fp8-parameters", f"{layers}.fp8_param")
-    said = refused(*line, "trainer.policy.fsdp_config.param_dtype=fp16")
-    assert f"Did you mean {section}.param_dtype? " in said
-
-
-def since(release: str) -> pytest.MarkDecorator:
-    old = importlib.util.find_spec("verl") is None or Version(version("verl")) < Version(release)
-    return pytest.mark.skipif(old, reason=f"verl has this from {release}")
-
-
-@needs("verl")
-def test_a_key_in_the_wrong_section_of_a_megatron_engine(model: Path) -> None:
-    layers = f"{ACTOR}.megatron.override_transformer_config"
-    remedies = {
-        f"{layers}.grad_reduce_in_fp32": f"Write {ACTOR}.megatron.override_ddp_config.grad_",
-        f"{layers}.main_grads_dtype": f"Write {OPTIM}.override_optimizer_config.main_grads_dtype",
-        f"{layers}.moe_router_dtpye": "Did you mean moe_router_dtype?",
-    }
-    right = (f"{layers}.moe_router_dtype", f"{layers}.vocab_size")  # of Megatron-Bridge's models
-    words = [f"++{key}=fp32" for key in (*remedies, *right)]
-    if Version(version("verl")) >= Version("0.9"):
-        words.append(f"++{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32")
-        remedies[f"{ACTOR}.fsdp_config"] = f"Write {ACTOR}.megatron.dtype"
-    line = (*GRPO_ON_MEGATRON, f"actor_rollout_ref.model.path={model}")
-    code, plan = planned("--", *line, *words)
-    told = {one["key"]: one["remedy"] for one in plan["problems"]}
-    assert (code, told.keys()) == (1, remedies.keys())
-    assert {one["code"] for one in plan["problems"]} == {"key"}
-    for key, remedy in remedies.items():
-        assert remedy in told[key]
-
-
-@needs("verl")
-@since("0.9")
-def test_a_critics_section_has_its_own_name() -> None:
-    key = "++critic.fsdp_config.mixed_precision.param_dtype=fp16"
-    _, plan = planned("--parameters", "1B", "--", *VERL, "algorithm.adv_estimator=gae", key)
-    (problem,) = (one for one in plan["problems"] if one["subject"] == "critic")
-    assert problem["key"] == "critic.fsdp_config"
-    assert problem["remedy"] == "Write critic.fsdp, or leave it out."
 
 
 @pytest.mark.parametrize(
@@ -914,38 +600,14 @@ def test_a_critics_section_has_its_own_name() -> None:
     ],
 )
 def test_fp16_that_cannot_train_without_the_shim(
-    monkeypatch: pytest.MonkeyPatch,
-    model: Path,
-    line: tuple[str, ...],
-    half: list[str],
-    without: str,
+    model: Path, line: tuple[str, ...], half: list[str], without: str
 ) -> None:
-    monkeypatch.chdir(model)
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
     _, plan = planned("--parameters", "1B", "--", *line, *half)
     decided = next(
         one for one in plan["models"][0]["decisions"] if one["feature"] == "fp16-scaling"
     )
     scales = decided["because"].startswith("verl's own scaler")
     assert (without in decided["without"]) is not scales
-
-
-@needs("verl")
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=gae"),
-        ("--config-name=ppo_megatron_trainer", "algorithm.adv_estimator=gae"),
-        pytest.param(("model_engine=torchtitan",), marks=since("0.8")),
-    ],
-    ids=str,
-)
-def test_verls_own_defaults_are_not_written(words: tuple[str, ...]) -> None:
-    names = [word for word in words if word.startswith("--")]
-    line = [*VERL[:3], *names, *GRPO[3:], *(word for word in words if word not in names)]
-    code, plan = planned("--parameters", "1B", "--", *line)
-    assert (code, plan["problems"]) == (0, [])
-    assert not [note for note in plan["notes"] if "without effect" in note]
 
 
 @needs("verl")
@@ -961,117 +623,6 @@ def test_an_engines_defaults_are_not_written() -> None:
             config = OmegaConf.to_container(OmegaConf.load(file))
             asked = list(fsdp.written(config, strategy))
             assert asked == [], (file.stem, strategy)
-
-
-@needs("verl")
-def test_dtypes_of_models_that_verl_does_not_build() -> None:
-    ref = "actor_rollout_ref.ref.fsdp_config.model_dtype=bf16"
-    code, plan = planned("--parameters", "1B", "--", *GRPO, ref)
-    (note,) = (one for one in plan["notes"] if "without effect" in one)
-    assert (code, plan["problems"]) == (0, [])
-    off = "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
-    assert note == f"ref: not built, as {off}; without effect: {ref}"
-    _, built = planned("--parameters", "1B", "--", *GRPO, ref, f"{ACTOR}.use_kl_loss=true")
-    assert not [one for one in built["notes"] if "without effect" in one]
-    words = ("critic.megatron.dtype=float16", f"{OVERRIDE}.exp_avg_dtype=bf16")
-    for more, why in (
-        ((), "algorithm.adv_estimator=grpo"),
-        (("critic.enable=false", "algorithm.adv_estimator=gae"), "critic.enable=false"),
-    ):
-        line = (*GRPO_ON_MEGATRON, words[0], f"++{words[1]}", *more)
-        _, plan = planned("--parameters", "1B", "--", *line)
-        (note,) = (one for one in plan["notes"] if "without effect" in one)
-        assert note == f"critic: not built, as {why}; without effect: {', '.join(words)}"
-
-
-LAYERS = "trainer.policy.megatron_config.transformer_config_kwargs"
-
-
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
-        pytest.param(
-            GRPO_ON_MEGATRON,
-            f"{ACTOR}.megatron.override_transformer_config.params_dtype",
-            marks=needs("verl"),
-        ),
-        pytest.param(
-            (*SKYRL, "trainer.strategy=megatron"),
-            f"{LAYERS}.moe_router_dtype",
-            marks=needs("skyrl"),
-        ),
-        pytest.param(
-            ("python3", "nemo_rl/run_grpo.py", "--config", "job.yaml"),
-            "policy.megatron_cfg.moe_router_dtype",
-            marks=needs("nemo_rl"),
-        ),
-    ],
-)
-def test_a_dtype_name_that_megatrons_layers_do_not_take(
-    monkeypatch: pytest.MonkeyPatch, model: Path, line: tuple[str, ...], key: str
-) -> None:
-    monkeypatch.chdir(model)
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    words = ("--parameters", "1B", "--", *line)
-    prefix = "" if key.startswith(LAYERS) else "++"
-    code, plan = planned(*words, f"{prefix}{key}=bf17")
-    (problem,) = plan["problems"]
-    assert (code, problem["code"], problem["key"]) == (1, "dtype", key)
-    assert f"{key}='bf17' is not a dtype" in problem["message"]
-    assert planned(*words, f"{prefix}{key}=FP32")[1]["problems"] == []
-    monkeypatch.setenv("PRECISION_SHIM_FEATURES", "-dtype-coercion")  # the worker does not look
-    assert planned(*words, f"{prefix}{key}=bf17")[1]["problems"] == []
-
-
-@needs("verl")
-def test_one_mistake_is_one_problem_of_verls_megatron_engine(model: Path) -> None:
-    line = (*GRPO_ON_MEGATRON, f"actor_rollout_ref.model.path={model}")
-    key = f"{ACTOR}.megatron.override_transformer_config.fp16"
-    code, plan = planned("--", *line, f"+{key}=true")
-    (problem,) = plan["problems"]
-    assert (code, problem["code"], problem["key"]) == (1, "flags", key)
-    (unread,) = planned("--", *line, f"{OPTIM}.betas=[0.9,0.95]")[1]["models"][0]["notes"]
-    assert f"{OPTIM}.betas=[0.9, 0.95]: verl does not pass it" in unread
-    assert f"{ACTOR}.megatron.dtype=float16" in problem["remedy"]
-    override = f"{OPTIM}.override_optimizer_config"
-    key, off = f"{override}.exp_avg_dtype", f"+{override}.use_precision_aware_optimizer=false"
-    code, plan = planned("--", *line, f"+{key}=bf16", off)
-    assert (code, [one["key"] for one in plan["problems"]]) == (1, [key])
-
-
-@needs("skyrl")
-@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
-def test_skyrls_dtypes_of_a_model_that_the_job_does_not_build_are_noted(strategy: str) -> None:
-    base = (*SKYRL, f"trainer.strategy={strategy}", "trainer.algorithm.use_kl_loss=false")
-    half = "fsdp_config.mixed_precision.param_dtype"
-    words = (
-        f"trainer.critic.{half}=fp16",
-        f"trainer.ref.{half}=bf16",  # the default
-        "trainer.ref.megatron_config.optimizer_config_kwargs.exp_avg_dtype=bf16",
-        "trainer.ref.megatron_config.transformer_config_kwargs.params_dtype=bf16",
-    )
-    code, plan = planned("--parameters", "1B", "--", *base, *words)
-    notes = [one for one in plan["notes"] if "not built" in one]
-    assert (code, subjects(plan), len(notes)) == (0, ["policy"], 2)
-    assert ("use_kl_loss" in notes[0], "model.path is null" in notes[1]) == (True, True)
-    told = " ".join(notes)
-    assert [word in told for word in words] == [True, False, True, True]
-    _, plain = planned("--parameters", "1B", "--", *base)
-    assert not [one for one in plain["notes"] if "not built" in one]
-
-
-@needs("nemo_rl")
-def test_nemo_rls_dtypes_of_a_model_that_the_job_does_not_build_are_noted(model: Path) -> None:
-    (model / "job.yaml").write_text(NEMO_RL.format(model=model))
-    words = ("python3", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
-    code, plan = planned("--parameters", "1B", "--", *words, "++value.precision=float16")
-    (note,) = [one for one in plan["notes"] if "not built" in one]
-    assert (code, subjects(plan)) == (0, ["policy"])
-    assert note.startswith(
-        "value: not built, as value.model_name is not set; without effect: value."
-    )
-    _, plain = planned("--parameters", "1B", "--", *words)
-    assert not [one for one in plain["notes"] if "not built" in one]
 
 
 @needs("skyrl")
@@ -1215,10 +766,6 @@ def test_torchtitan() -> None:
     refused("--", *words, "--config", "nonsense")
 
 
-LLAMA = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
-"""The config has 16 attention heads, and 16 heads for keys and values."""
-
-
 @needs("torchtitan")
 def test_what_a_config_prints_as_it_is_read_is_not_in_the_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -1281,31 +828,6 @@ def test_torchtitan_alone_refuses_them_with_its_own_words(monkeypatch: pytest.Mo
     said = refused("--", "torchrun", *LLAMA, "--training.mixed_precision_param=float16")
     assert "invalid choice 'float16' for argument '--training.mixed-precision-param'" in said
     assert "vLLM" not in said
-
-
-@needs("torchtitan")
-@pytest.mark.parametrize("word", ["training.dtype=half", "training.mixed_precision_param=bf17"])
-def test_a_dtype_that_torchtitan_does_not_train_in(word: str) -> None:
-    code, plan = planned("--", "torchrun", "--nproc-per-node=8", *LLAMA, f"--{word}")
-    (problem,) = plan["problems"]
-    assert (code, problem["code"], problem["key"]) == (1, "dtype", word.partition("=")[0])
-    assert problem["remedy"]
-
-
-@needs("torchtitan")
-@pytest.mark.parametrize(
-    ("gpus", "degree", "fault"),
-    [
-        (8, "data_parallel_shard_degree=4", "the degrees multiply to 4 GPUs, and the job has 8"),
-        (8, "tensor_parallel_degree=0", "it is less than 1"),
-        (6, "tensor_parallel_degree=3", "it does not divide 16 n_heads"),
-        (8, "expert_parallel_degree=3", "it does not divide 8 GPUs of a replica"),
-    ],
-)
-def test_degrees_that_do_not_divide(gpus: int, degree: str, fault: str) -> None:
-    word = f"parallelism.{degree}"
-    said = refused("--", "torchrun", f"--nproc-per-node={gpus}", *LLAMA, f"--{word}")
-    assert f"{word}: the job's layout cannot be computed: {fault}" in said
 
 
 @needs("torchtitan")

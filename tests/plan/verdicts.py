@@ -20,6 +20,7 @@ from precision_shim.precision.dtypes import name_of
 
 from ..every_framework.shim_warnings import ours
 from ..processes.commands import command
+from ..stand_ins.optimizer_states import step_on_made_up_gradients
 
 NAMES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
 ODD = ("half", "FP16", "torch.bfloat16", "16", "32")
@@ -287,11 +288,7 @@ def on_megatron(chunks: Any, optimizer: Any) -> Verdict:
     """The verdict of a model and its optimizer on Megatron after a step on made-up gradients."""
     import precision_shim
 
-    for chunk in chunks:
-        for buffer in chunk.buffers:
-            buffer.grad_data.normal_(std=1e-2)
-    optimizer.get_loss_scale()  # called whenever a loss is scaled
-    optimizer.step()
+    step_on_made_up_gradients(chunks, optimizer)
     (computes,) = {one.dtype for chunk in chunks for one in chunk.parameters()}
     return Verdict(
         computes=name_of(computes),

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from precision_shim_tools.cli import main
 
+from .composed_once import composed_once
+
 
 class Ended(NamedTuple):
     """The exit status and the output of a command."""
@@ -24,7 +26,7 @@ class Ended(NamedTuple):
 def command(*words: object) -> Ended:
     """Run a command to its end."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), composed_once():
         try:
             main([str(one) for one in words])
         except SystemExit as ended:

@@ -75,13 +75,21 @@ class _Hook:
             self.call = None
 
 
+_EVERY = 8
+"""Each so many writes into a file count as one file operation: a file is as unreadable after the
+next as after this one, until its end is there, and the next operation is another file's."""
+
+
 class _Watched(io.FileIO):
-    """An unbuffered file: each write counts as a file operation."""
+    """An unbuffered file, whose writes count as file operations."""
 
     hook: _Hook
+    writes = 0
 
     def write(self, data: Any) -> int:
-        self.hook.point()
+        if self.writes % _EVERY == 0:
+            self.hook.point()
+        self.writes += 1
         return super().write(data)
 
 

@@ -2,7 +2,8 @@
 
 Forking saves time, because importing a framework takes longer than a test's training. A module
 whose ranks this server starts has two functions: ``prepare()`` imports what its ranks need, in the
-server. ``run(launch)`` is a rank's whole program, and returns values that JSON can store.
+server. ``run(launch)`` is a rank's whole program, and returns values that JSON can store; without
+it the program is the module's function that has the case's name.
 """
 
 from __future__ import annotations
@@ -166,6 +167,18 @@ def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]
         server.stdout.close()
 
 
+def serving(module: str) -> Any:
+    """Make a fixture: the connection to a server for the ranks of a module, for a session."""
+    import pytest
+
+    @pytest.fixture(scope="session")
+    def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+        with rank_server(module, tmp_path_factory.mktemp("ranks")) as server:
+            yield server
+
+    return ranks
+
+
 def look_ahead(framework: str) -> None:
     """Read all sources that a rank's ``install()`` will read, once, in the server.
 
@@ -202,7 +215,8 @@ def _rank(module: Any, launch: Launch) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    found = module.run(launch)
+    program = module.run if hasattr(module, "run") else getattr(module, launch.case)
+    found = program(launch)
     _result(folder, launch.rank).write_text(json.dumps(found, default=float))
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import Ranks, serving
 from ..processes.ray_cluster import drive
 
 HERE = Path(__file__).parent
@@ -32,12 +31,7 @@ test "$1" = status
 """
 
 
-@pytest.fixture(scope="module")
-def drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts drivers of Ray clusters."""
-    folder = tmp_path_factory.mktemp("roll-drivers")
-    with rank_server("tests.verl.ray_processes", folder) as ranks:
-        yield ranks
+drivers = serving("tests.verl.ray_processes")
 
 
 def driven(drivers: Ranks, folder: Path, strategy: str, **variables: str) -> dict[str, Any]:

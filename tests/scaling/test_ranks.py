@@ -9,15 +9,12 @@ import pytest
 
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load
 
-from ..processes.rank_server import rank_server
+from ..processes.rank_server import serving
 
 pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")
 
 
-@pytest.fixture(scope="module")
-def run_ranks(tmp_path_factory):
-    with rank_server("tests.scaling.ranks", tmp_path_factory.mktemp("ranks")) as ranks:
-        yield ranks
+run_ranks = serving("tests.scaling.ranks")
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
-from ..processes import forks
-from ..processes.rank_server import Launch
+from ..processes.forks import script, tests
+
+__all__ = ["prepare", "script", "tests"]
 
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchvision"),
@@ -24,8 +24,3 @@ def prepare() -> None:
     """Import ``IMPORTED`` in the server."""
     for name in IMPORTED:
         importlib.import_module(name)
-
-
-def run(launch: Launch) -> Any:
-    """Run the case of a launch."""
-    return {"script": forks.script, "tests": forks.tests}[launch.case](launch)

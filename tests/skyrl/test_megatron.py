@@ -19,6 +19,7 @@ from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.skyrl.config import written_bucket
 from precision_shim_adapters.skyrl.training.megatron import of_worker
 
+from ..stand_ins.optimizer_states import dtypes_after_step
 from .conftest import SKYRL
 from .support import build, megatron_worker, train_config
 
@@ -70,18 +71,7 @@ def inner(worker: Any) -> Any:
 
 
 def states(worker: Any) -> dict[str, torch.dtype]:
-    """The dtypes of the optimizer's states after one step on made-up gradients."""
-    for chunk in worker.actor_module:
-        for buffer in chunk.buffers:
-            buffer.grad_data.normal_(std=1e-2)
-    worker.optimizer.get_loss_scale()  # called whenever a loss is scaled
-    worker.optimizer.step()
-    found: dict[str, set[torch.dtype]] = {}
-    for state in inner(worker).optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                found.setdefault(name, set()).add(value.dtype)
-    return {name: dtypes.pop() for name, dtypes in found.items() if len(dtypes) == 1}
+    return dtypes_after_step(worker.actor_module, worker.optimizer)
 
 
 def reasons(feature: str) -> str:

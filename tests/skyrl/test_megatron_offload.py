@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ..stand_ins.optimizer_states import hold_masters_to_moments
 from .support import batch, build, metrics_of
 
 BETA = "trainer.policy.megatron_config.optimizer_config_kwargs.adam_beta2=0.95"
@@ -23,25 +24,11 @@ def train(worker: Any, seed: int) -> tuple[dict[str, float], Any]:
     return metrics_of(worker.forward_backward(batch(seed))), worker.optim_step()
 
 
-def states(worker: Any) -> list[dict[str, Any]]:
-    chained = getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
-    return [state for one in chained for state in one.optimizer.state.values()]
-
-
 def test_masters_move_with_the_moments(make: Any, shim: Any, moves: list[tuple[int, str]]) -> None:
     from skyrl.backends.skyrl_train.distributed.megatron import megatron_strategy as strategy
 
     shim(settings={"optimizer_states": "follow-model"})
     worker = make()
     train(worker, 0)
-    kept = {id(state["master_param"]) for state in states(worker)}
-    assert kept
-    del moves[:]
-    strategy.offload_megatron_optimizer(worker.optimizer)
-    away = {tensor for tensor, where in moves if where == "cpu"}
-    assert kept <= away
-    back = {id(state["master_param"]) for state in states(worker)}
-    del moves[:]
-    strategy.load_megatron_optimizer(worker.optimizer)
-    home = {tensor for tensor, _ in moves}
-    assert back <= home
+    functions = (strategy.offload_megatron_optimizer, strategy.load_megatron_optimizer)
+    hold_masters_to_moments(worker.optimizer, moves, *functions)

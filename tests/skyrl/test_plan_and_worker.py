@@ -6,7 +6,6 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -97,13 +96,18 @@ def test_on_fsdp(cpu: None, checkpoints: dict[str, Path]) -> None:
     agree(draw(FSDP, 2, 20), plan_of("fsdp"), lambda one: on_fsdp(one, model))
 
 
-def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path]) -> None:
-    hold_on_megatron(draw(MEGATRON, 2, 20), fused_adam, checkpoints["bfloat16"])
+Hold = Callable[..., None]
 
 
-def hold_on_megatron(drawn: Sequence[Drawn], version: str, model: Path, **how: Any) -> None:
-    plan = plan_of("megatron", "--transformer-engine", version)
-    agree(drawn, plan, lambda one: on_megatron(one, model), **how)
+@pytest.fixture
+def hold_on_megatron(fused_adam: str, checkpoints: dict[str, Path]) -> Hold:
+    """Compares plan and worker on configs; further arguments are those of ``agree``."""
+    plan, model = plan_of("megatron", "--transformer-engine", fused_adam), checkpoints["bfloat16"]
+    return lambda drawn, **how: agree(drawn, plan, lambda one: on_megatron(one, model), **how)
+
+
+def test_on_megatron(hold_on_megatron: Hold) -> None:
+    hold_on_megatron(draw(MEGATRON, 2, 20))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +121,12 @@ def hold_on_megatron(drawn: Sequence[Drawn], version: str, model: Path, **how: A
     ids=str,
 )
 def test_an_fp32_model_with_the_precision_aware_optimizer(
-    fused_adam: str, checkpoints: dict[str, Path], more: dict[str, str]
+    hold_on_megatron: Hold, more: dict[str, str]
 ) -> None:
     """A precision-aware FusedAdam stores masters of fp32 parameters, and never updates them."""
     kwargs = {"use_precision_aware_optimizer": "true", **more}
     written = {f"{_KWARGS}.{name}": value for name, value in kwargs.items()}
-    one = Drawn({"trainer.bf16": "false", **written}, {})
-    hold_on_megatron([one], fused_adam, checkpoints["bfloat16"])
+    hold_on_megatron([Drawn({"trainer.bf16": "false", **written}, {})])
 
 
 @pytest.mark.parametrize(
@@ -150,10 +153,9 @@ def test_an_fp32_model_with_the_precision_aware_optimizer(
     ids=str,
 )
 def test_numbers_and_flags_on_megatron(
-    fused_adam: str, checkpoints: dict[str, Path], written: dict[str, str]
+    hold_on_megatron: Hold, checkpoints: dict[str, Path], written: dict[str, str]
 ) -> None:
-    one = Drawn({**written, f"{_POLICY}.model.path": str(checkpoints["bfloat16"])})
-    hold_on_megatron([one], fused_adam, checkpoints["bfloat16"])
+    hold_on_megatron([Drawn({**written, f"{_POLICY}.model.path": str(checkpoints["bfloat16"])})])
 
 
 @pytest.mark.parametrize(
@@ -194,15 +196,14 @@ _OFF = {"features": "-dtype-coercion"}
     ids=str,
 )
 def test_names_where_they_are_not_coerced(
-    fused_adam: str,
-    checkpoints: dict[str, Path],
+    hold_on_megatron: Hold,
     monkeypatch: pytest.MonkeyPatch,
     written: dict[str, str],
     out: dict[str, str],
 ) -> None:
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
-    hold_on_megatron([Drawn(written)], fused_adam, checkpoints["bfloat16"], **out)
+    hold_on_megatron([Drawn(written)], **out)
 
 
 def test_the_names_that_skyrl_itself_takes() -> None:

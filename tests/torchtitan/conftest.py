@@ -6,7 +6,7 @@ framework raises at import does not fail the collection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from ..processes.rank_server import Ranks, rank_server
+from ..processes.rank_server import serving
 
 try:
     TORCHTITAN = version("torchtitan")
@@ -55,8 +55,4 @@ def pretrainer(torchtitan: None, tmp_path: Path) -> Callable[..., Any]:
     return build
 
 
-@pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that train, alone or together; returns the results of each rank."""
-    with rank_server("tests.torchtitan.ranks", tmp_path_factory.mktemp("ranks")) as server:
-        yield server
+ranks = serving("tests.torchtitan.ranks")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..processes.rank_server import Ranks, freeze, rank_server
+from ..processes.rank_server import Ranks, freeze, rank_server, serving
 from ..stand_ins.megatron_bridge import import_megatron_bridge
 from ..stand_ins.tiny_models import make_checkpoint
 from .support import local_layers
@@ -76,11 +76,7 @@ def fsdp_ranks(
         yield ranks
 
 
-@pytest.fixture(scope="session")
-def ray_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts drivers of Ray clusters and the processes of those clusters, and pytest."""
-    with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("ray-drivers")) as ranks:
-        yield ranks
+ray_drivers = serving("tests.verl.ray_processes")
 
 
 @pytest.fixture(scope="session")

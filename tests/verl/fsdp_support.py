@@ -291,6 +291,31 @@ def training_worker(one: Any, *, critic: bool = False) -> Any:
     return TrainingWorker(training_config(one, critic=critic))
 
 
+PLACES = {
+    "actor": ("actor_rollout_ref.actor", "fsdp_config", "actor_rollout_ref.model"),
+    "critic": ("critic", "model.fsdp_config", "critic.model"),
+}
+"""Where verl's config has a role's training, its FSDP section in there, and its model."""
+
+
+def composed(model: str, *overrides: str, role: str = "actor") -> Any:
+    """verl's shipped config of a job on FSDP2 in which a role trains a tiny model in fp16."""
+    import verl.trainer.config as shipped
+    from hydra import compose, initialize_config_dir
+
+    place, sharding, owner = PLACES[role]
+    words = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
+    words += ["actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2"]
+    words += ["actor_rollout_ref.actor.use_torch_compile=False"]
+    words += [f"{place}.ppo_mini_batch_size=4", f"{place}.ppo_micro_batch_size_per_gpu=1"]
+    words += [f"{place}.optim.total_training_steps=40", f"{place}.optim.lr=1e-2"]
+    words += [f"{owner}.enable_gradient_checkpointing=False", f"{owner}.use_remove_padding=False"]
+    words += [f"++{owner}.override_config.attn_implementation=eager"]
+    words += [f"++{place}.{sharding}.mixed_precision.param_dtype=fp16"]
+    with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
+        return compose("ppo_trainer", overrides=[*words, *overrides])
+
+
 class Legacy:
     """0.7.1's real legacy worker, an actor or a critic, from verl's shipped config.
 
@@ -300,37 +325,11 @@ class Legacy:
     def __init__(
         self, model: str, role: str = "actor", *overrides: str, serves: str = "actor"
     ) -> None:
-        import verl.trainer.config as shipped
-        from hydra import compose, initialize_config_dir
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
-        actor = "actor_rollout_ref.actor"
-        place = {"actor": actor, "critic": "critic"}[role]
-        sharding = {"actor": f"{actor}.fsdp_config", "critic": "critic.model.fsdp_config"}[role]
-        owner = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}[role]
-        fp16 = [f"{sharding}.dtype=float16"] if role == "actor" else []
-        with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
-            config = compose(
-                "ppo_trainer",
-                overrides=[
-                    f"actor_rollout_ref.model.path={model}",
-                    f"critic.model.path={model}",
-                    f"{actor}.strategy=fsdp2",
-                    "critic.strategy=fsdp2",
-                    f"{place}.ppo_mini_batch_size=4",
-                    f"{place}.ppo_micro_batch_size_per_gpu=1",
-                    f"{place}.optim.total_training_steps=40",
-                    f"{place}.optim.lr=1e-2",
-                    f"{actor}.use_torch_compile=False",
-                    f"{owner}.enable_gradient_checkpointing=False",
-                    f"{owner}.use_remove_padding=False",
-                    f"++{owner}.override_config.attn_implementation=eager",
-                    f"++{sharding}.mixed_precision.param_dtype=fp16",
-                    *fp16,
-                    *overrides,
-                ],
-            )
+        fp16 = [f"{PLACES[role][0]}.fsdp_config.dtype=float16"] if role == "actor" else []
+        config = composed(model, *fp16, *overrides, role=role)
         torch.manual_seed(11)
         if role == "actor":
             self.worker = ActorRolloutRefWorker(config.actor_rollout_ref, serves)

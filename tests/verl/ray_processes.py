@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import Any
 
 from ..processes.forks import script, tests
-from ..processes.rank_server import Launch
+
+__all__ = ["prepare", "script", "tests"]
 
 IMPORTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
@@ -26,8 +26,3 @@ def prepare() -> None:
     for name in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # not every environment has all
             importlib.import_module(name)
-
-
-def run(launch: Launch) -> Any:
-    """Run the script or the tests that the launch names."""
-    return {"script": script, "tests": tests}[launch.case](launch)

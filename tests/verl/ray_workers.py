@@ -34,6 +34,11 @@ def setup() -> None:
         from . import engine_support
 
         engine_support.prepare()
+    answer_for_gpus()
+
+
+def answer_for_gpus() -> None:
+    """Replace what verl's workers ask of a GPU or its driver."""
     from verl.utils import flops_counter
     from verl.workers import engine_workers
     from verl.workers.engine import base

@@ -34,6 +34,7 @@ from ..processes.rank_server import look_ahead
 from ..stand_ins.empty_packages import Empty
 from . import fsdp_support as support
 from .fsdp_ranks import Job, case
+from .ray_workers import answer_for_gpus
 
 READS = ("_local_scalar_dense", "item", "equal")
 """Operators at which the host waits for a device."""
@@ -56,34 +57,18 @@ class Operators(TorchDispatchMode):
 
 def worker(*overrides: str) -> Any:
     """verl's real actor worker, after its ``init_model``."""
-    import verl.trainer.config as shipped
-    from hydra import compose, initialize_config_dir
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     actor = "actor_rollout_ref.actor"
-    sharding = f"{actor}.fsdp_config"
-    with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
-        config = compose(
-            "ppo_trainer",
-            overrides=[
-                f"actor_rollout_ref.model.path={os.environ['MODEL']}",
-                "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-                "actor_rollout_ref.model.use_remove_padding=False",
-                "++actor_rollout_ref.model.override_config.attn_implementation=eager",
-                f"{actor}.strategy=fsdp2",
-                f"{actor}.use_torch_compile=False",
-                f"{actor}.use_dynamic_bsz=False",
-                f"{actor}.ppo_mini_batch_size=4",
-                f"{actor}.ppo_micro_batch_size_per_gpu=1",
-                f"{actor}.optim.total_training_steps=40",
-                f"++{sharding}.mixed_precision.param_dtype=fp16",
-                f"++{sharding}.strategy=fsdp2",
-                f"{sharding}.use_torch_compile=False",
-                "actor_rollout_ref.rollout.name=vllm",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
-                *overrides,
-            ],
-        )
+    config = support.composed(
+        os.environ["MODEL"],
+        f"{actor}.use_dynamic_bsz=False",
+        f"++{actor}.fsdp_config.strategy=fsdp2",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        *overrides,
+    )
     torch.manual_seed(11)
     one = ActorRolloutRefWorker(config.actor_rollout_ref, "actor")
     one.init_model()
@@ -599,15 +584,7 @@ def sync(job: Job, kind: str, jobs: dict[str, dict[str, Any]]) -> dict[str, Any]
 
 def let_workers_start() -> None:
     """Replace what verl's workers ask of a GPU or its driver."""
-    from verl.utils import flops_counter
     from verl.workers import engine_workers
-    from verl.workers.engine import base
 
-    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # It reads the GPU's name.
-    for backends in base.EngineRegistry._engines.values():  # Keys: accelerators.
-        for devices in backends.values():
-            if "cuda" in devices:
-                devices.setdefault("cpu", devices["cuda"])
-    if hasattr(engine_workers, "set_numa_affinity"):  # it needs a GPU driver
-        engine_workers.set_numa_affinity = lambda: None
+    answer_for_gpus()
     engine_workers.aggressive_empty_cache = lambda **kwargs: None

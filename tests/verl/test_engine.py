@@ -15,6 +15,7 @@ import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 
 from ..every_framework.walks import walking
+from ..stand_ins.optimizer_states import dtypes_after_step
 from .conftest import VERL
 from .support import engine, optim_config
 
@@ -62,19 +63,7 @@ def bucket(built: Any) -> torch.dtype:
 
 
 def states(built: Any) -> dict[str, torch.dtype]:
-    """The dtypes of the optimizer's states after one step on made-up gradients."""
-    for chunk in built.module:
-        for buffer in chunk.buffers:
-            buffer.grad_data.normal_(std=1e-2)
-    built.optimizer.get_loss_scale()  # called whenever a loss is scaled
-    built.optimizer.step()
-    found: dict[str, set[torch.dtype]] = {}
-    for inner in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
-        for state in inner.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    found.setdefault(name, set()).add(value.dtype)
-    return {name: dtypes.pop() for name, dtypes in found.items() if len(dtypes) == 1}
+    return dtypes_after_step(built.module, built.optimizer)
 
 
 @pytest.mark.skipif(Version("0.9.1") != VERL, reason="the walk is that of verl 0.9.1")

@@ -1,6 +1,8 @@
 """verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines in fp16, over gloo.
 
-``engine_ranks.py`` has the ranks' cases. FSDP Turbo itself is a stand-in.
+``engine_ranks.py`` has the ranks' cases. FSDP Turbo itself is a stand-in. With expert parallelism
+each rank has half of the experts, and each token goes to the rank that has its experts. VeOmni's
+experts need a GPU's kernels then, and are not run here.
 """
 
 from __future__ import annotations
@@ -37,6 +39,16 @@ needs_turbo = pytest.mark.skipif("fsdp_turbo" not in ENGINES, reason="verl has i
 needs_titan = pytest.mark.skipif(
     "torchtitan" not in ENGINES, reason="no torchtitan is released that this verl's engine takes"
 )
+PARALLEL = {"automodel": {"ep_size": 2}, "torchtitan": {"expert_parallel_size": 2}}
+"""The fields of expert parallelism."""
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of four experts in each layer."""
+    from .engine_support import make_model
+
+    return str(make_model(tmp_path_factory.mktemp("qwen3-moe"), experts=True))
 
 
 # -- training ----------------------------------------------------------------------------------
@@ -66,13 +78,11 @@ def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
     ],
 )
 def test_one_rank_equals_a_loop_by_hand(
-    engine_ranks: Ranks, tmp_path: Path, name: str, fields: dict[str, Any]
+    engine_ranks: Ranks, of_experts: str, name: str, fields: dict[str, Any]
 ) -> None:
-    from .engine_support import make_model
-
     given = dict(fields)
     if given.pop("experts", False):
-        given["model"] = str(make_model(tmp_path, experts=True))
+        given["model"] = of_experts
     (one,) = engine_ranks("equal", world=1, name=name, **given)
     same(one, one["hand"])
     assert one["lost"].keys() >= {"updates_lost"}  # the meter ran, and changed no step
@@ -98,12 +108,17 @@ def test_bf16_and_fp32_are_untouched(engine_ranks: Ranks, name: str) -> None:
 # -- resuming ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [(name, False) for name in ENGINES] + [(name, True) for name in ENGINES if name in PARALLEL],
+)
 def test_two_ranks_equal_a_loop_by_hand_and_resume(
-    engine_ranks: Ranks, name: str, tmp_path: Path
+    engine_ranks: Ranks, of_experts: str, name: str, experts: bool, tmp_path: Path
 ) -> None:
-    told = {"name": name, "at": 4, "overflows": [2, 5]}
-    hand = engine_ranks("by_hand", name=name)
+    """Both ranks skip the same two steps; a resume in new processes continues bit for bit."""
+    given = {"model": of_experts, **PARALLEL[name]} if experts else {}
+    told = {"name": name, "at": 4, "overflows": [2, 5], **given}
+    hand = engine_ranks("by_hand", name=name, **given)
     straight = engine_ranks("saved", folder=tmp_path, **told)
     gone_on = engine_ranks("resumed", folder=tmp_path, **told)
     for ours, theirs, second in zip(straight, hand, gone_on, strict=True):
@@ -111,8 +126,11 @@ def test_two_ranks_equal_a_loop_by_hand_and_resume(
         assert ours["after"] == ours["before"]
         assert second["loaded"] == ours["before"]
         assert second["state"] == ours["state"]
-        assert second["warned"] == []
+        assert experts or second["warned"] == []  # of weights that Automodel rounds
         assert second["predicted"] == "exact"
+    for key in ("scale", "tracker", "counter"):
+        assert straight[0]["state"][key] == straight[1]["state"][key]
+    assert straight[0]["state"]["parameters"] != straight[1]["state"]["parameters"]
 
 
 @pytest.mark.parametrize("name", [one for one in ENGINES if one in ("automodel", "torchtitan")])
@@ -202,6 +220,17 @@ def test_a_dtype_without_effect_is_said(built: Any) -> None:
         assert told[case] in said
     assert built["other key"]["scaler"] == "NoneType"
     assert "Write fsdp_config.mp_param_dtype=float16" in built["unread"]["said"][0]
+
+
+def test_rounded_weights_are_said(engine_ranks: Ranks, of_experts: str) -> None:
+    """verl's default of ``model_dtype`` is fp32; Automodel's own models have bf16 weights."""
+    asked = [["automodel", PARALLEL["automodel"]]]
+    (ours, _) = engine_ranks("built", model=of_experts, asked=asked)
+    (said,) = ours[0]["said"]
+    assert "model_dtype='fp32', but the weights of" in said
+    assert "torch.bfloat16" in said
+    (alone,) = engine_ranks("built", world=1, model=of_experts, asked=[["automodel", {}]])
+    assert alone[0]["said"] == []
 
 
 def test_what_is_fine_is_left_as_it_is(built: Any) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 from packaging.version import Version
 
+from ..stand_ins.optimizer_states import hold_masters_to_moments
 from .conftest import VERL
 from .test_checkpoints import job, same, shim
 
@@ -16,29 +14,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def masters(one: Any) -> list[torch.Tensor]:
-    return [
-        state["master_param"]
-        for inner in one.optimizer.chained_optimizers
-        for state in inner.optimizer.state.values()
-    ]
-
-
 def test_masters_move_with_the_moments(fused_adam: str, moves: list[tuple[int, str]]) -> None:
     from verl.utils import megatron_utils as verl
 
     with shim(on=True):
         one = job()
         one.train(1)
-        kept = {id(master) for master in masters(one)}
-        assert kept
-        del moves[:]
-        verl.offload_megatron_optimizer(one.optimizer)
-        assert kept <= {tensor for tensor, where in moves if where == "cpu"}
-        back = {id(master) for master in masters(one)}
-        del moves[:]
-        verl.load_megatron_optimizer(one.optimizer)
-        assert back <= {tensor for tensor, _ in moves}
+        functions = (verl.offload_megatron_optimizer, verl.load_megatron_optimizer)
+        hold_masters_to_moments(one.optimizer, moves, *functions)
 
 
 @pytest.mark.parametrize("steps", [0, 2])

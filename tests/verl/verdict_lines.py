@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..plan.verdicts import Drawn, Key
+from ..processes.composed_once import composed_once
 
 ACTOR = "actor_rollout_ref.actor"
 _FLAG = ("true", "false")
@@ -72,6 +73,8 @@ def actor_of(words: list[str]) -> Any:
     from precision_shim_tools.plan.verl.composing import compose
 
     job = read_launch_line(words, _registry.entries().values(), resolve(environ={}), Options())
-    made = omega_conf_to_dataclass(OmegaConf.create(compose(job)).actor_rollout_ref.actor)
+    with composed_once():
+        config = OmegaConf.create(compose(job))
+    made = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     made.optim.total_training_steps = 10
     return made

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -49,12 +49,14 @@ _MEANT = {
 }
 """Maps names of dtype keys to what they set."""
 
-_READS = re.compile(r"""(\w+)[\s"'\])]*(?:(?:\[|\.(?:get|pop|setdefault)\()\s*["']|\.)$""")
-"""Matches the text before a key where it is read, such as ``config["megatron_cfg"]["``."""
+_READS = re.compile(
+    r"""\b(?=(\w+)[\s"'\])]*(?:(?:\[|\.(?:get|pop|setdefault)\()\s*["']|\.)(\w+))"""
+)
+"""Finds a section and a key that is read from it, such as ``config["megatron_cfg"]["fp8"``.
+
+It consumes no text, because a key may be the section of the next key."""
 _PASSED = re.compile(r"""(?:\*\*|\.update\()[\w.]*?(\w+)(?![\w.])((?:\[["']\w+["']\])*)""")
 """Matches a section that is passed on whole, such as ``**config["megatron_cfg"]["optimizer"]``."""
-_BEFORE = 200
-"""Number of characters before a key in which its section is named."""
 
 
 def read_requested(
@@ -158,7 +160,7 @@ def unread(
     """
     every = {tuple(key.split(".")): value for key, value in values_of(config)}
     found = {keys: value for keys, value in every.items() if names_precision(keys[-1], value)}
-    read, passed = _source(frozenset(keys[-1] for keys in found))
+    read, passed = _source() if found else (set(), set())
     names = {name for _, name in read} if anywhere else set()
     for keys, value in found.items():
         section = tuple(map(_section, keys[:-1]))
@@ -176,22 +178,18 @@ def _section(name: str) -> str:
 
 
 @functools.cache  # it reads all of NeMo-RL's source
-def _source(keys: Collection[str]) -> tuple[set[Keys], set[Keys]]:
-    """Each section from which NeMo-RL reads one of ``keys``, and the sections it passes on.
+def _source() -> tuple[set[Keys], set[Keys]]:
+    """Each section and each key that NeMo-RL reads from it, and the sections it passes on.
 
     A variable such as ``cfg`` is a model's config, and in a rollout's modules a rollout's.
     """
     read, passed = set[Keys](), set[Keys]()
-    word = re.compile(rf"\b(?:{'|'.join(map(re.escape, keys))})\b")
-    spec = find_spec("nemo_rl") if keys else None
+    spec = find_spec("nemo_rl")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for file in Path(folder).rglob("*.py"):
             own = "generation" if "generation" in file.parts else ""
             text = file.read_text("utf-8", "replace")
-            for key in word.finditer(text):
-                reader = _READS.search(text, max(key.start() - _BEFORE, 0), key.start())
-                if reader is not None:
-                    read.add((_section(reader[1]) or own, key[0]))
+            read.update((_section(name) or own, key) for name, key in set(_READS.findall(text)))
             for name, inner in _PASSED.findall(text):
                 names = (_section(one) for one in (name, *re.findall(r"\w+", inner)))
                 passed.add(tuple(one for one in names if one))

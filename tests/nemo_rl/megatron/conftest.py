@@ -25,9 +25,15 @@ def cpu() -> None:
     freeze()
 
 
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model's conversion, which the first worker writes and all read."""
+    return tmp_path_factory.mktemp("conversion") / "converted"
+
+
 @pytest.fixture
 def worker(
-    cpu: None, model: Path, tmp_path: Path
+    cpu: None, model: Path, converted: Path
 ) -> Callable[..., contextlib.AbstractContextManager[Any]]:
     """Makes a worker for a with block; the arguments are those of ``policy_config``."""
 
@@ -41,10 +47,9 @@ def worker(
         **config: Any,
     ) -> Iterator[Any]:
         settings = support.policy_config(model, precision, **config)
-        folder = tmp_path / "converted"
-        with support.harness(folder):
-            if not folder.exists():
-                support.convert(settings, folder)
+        with support.harness(converted):
+            if not converted.exists():
+                support.convert(settings, converted)
             given = dict(options or {})
             if target == support.POLICY:
                 given["init_reference_model"] = reference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,8 @@ def test_on_dtensor(model: Path, tmp_path: Path) -> None:
     agree(draw(DTENSOR, 2, 20), plan, lambda one: on_dtensor(one, file), named=NAMED)
 
 
-def test_on_megatron(cpu: None, fused_adam: str, model: Path, tmp_path: Path) -> None:
-    hold_on_megatron(draw(MEGATRON, 2, 20), fused_adam, model, tmp_path, named=NAMED)
+def test_on_megatron(hold_on_megatron: Hold) -> None:
+    hold_on_megatron(draw(MEGATRON, 2, 20), named=NAMED)
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
@@ -133,12 +133,19 @@ def test_each_remedy(model: Path, tmp_path: Path, backend: str) -> None:
     hold_remedies(drawn, lambda one: words_of(one, file), "--transformer-engine", "2.14")
 
 
+Hold = Callable[..., None]
+
+
+@pytest.fixture
 def hold_on_megatron(
-    drawn: Sequence[Drawn], version: str, model: Path, folder: Path, **how: Any
-) -> None:
-    file, converted = written(support.policy_config(model), folder), folder / "converted"
-    plan = plan_of(file, "--transformer-engine", version)
-    agree(drawn, plan, lambda one: on_megatron(one, file, converted), **how)
+    cpu: None, fused_adam: str, model: Path, tmp_path: Path, converted: Path
+) -> Hold:
+    """Compares plan and worker on configs; further arguments are those of ``agree``."""
+    file = written(support.policy_config(model), tmp_path)
+    plan = plan_of(file, "--transformer-engine", fused_adam)
+    return lambda drawn, **how: agree(
+        drawn, plan, lambda one: on_megatron(one, file, converted), **how
+    )
 
 
 _AWARE = {f"{_OPTIMIZER}.use_precision_aware_optimizer": "true"}
@@ -157,17 +164,14 @@ _OFF = {"features": "-dtype-coercion"}
     ids=str,
 )
 def test_names_where_they_are_not_coerced(
-    cpu: None,
-    fused_adam: str,
+    hold_on_megatron: Hold,
     monkeypatch: pytest.MonkeyPatch,
-    model: Path,
-    tmp_path: Path,
     names: dict[str, str],
     out: dict[str, str],
 ) -> None:
     for name, value in out.items():
         monkeypatch.setenv(f"PRECISION_SHIM_{name.upper()}", value)
-    hold_on_megatron([Drawn(names)], fused_adam, model, tmp_path, named=NAMED, **out)
+    hold_on_megatron([Drawn(names)], named=NAMED, **out)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,5 @@ def test_names_where_they_are_not_coerced(
     ],
     ids=str,
 )
-def test_numbers_and_flags_on_megatron(
-    cpu: None, fused_adam: str, model: Path, tmp_path: Path, names: dict[str, str]
-) -> None:
-    hold_on_megatron([Drawn(names)], fused_adam, model, tmp_path)
+def test_numbers_and_flags_on_megatron(hold_on_megatron: Hold, names: dict[str, str]) -> None:
+    hold_on_megatron([Drawn(names)])

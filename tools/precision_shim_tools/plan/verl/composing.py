@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,7 +51,6 @@ def compose(
     try:
         from hydra import compose, initialize_config_dir, initialize_config_module
         from hydra.core.plugins import Plugins
-        from omegaconf import OmegaConf
 
         plugin = _command_line()
         plugin.directory = directory
@@ -62,15 +62,8 @@ def compose(
             with initialize(path.removeprefix("pkg://"), version_base=None):
                 made = compose(name, asked.overrides)
                 config: dict[str, Any] = plain(made, unresolved=unresolved)
-                words = [word.lstrip("+") for word in asked.overrides if word.startswith("+")]
-                words = [word for word in words if names_precision(*word.partition("=")[::2])]
-                if words and added is not None:
-                    own = [word for word in asked.overrides if not word.startswith("+")]
-                    bare, absent = compose(name, own), object()
-                    for word in words:
-                        key = word.partition("=")[0]
-                        if OmegaConf.select(bare, key, default=absent) is absent:
-                            added.append(word)
+                if added is not None:
+                    added += _added(asked.overrides, lambda own: compose(name, own))
         finally:
             plugin.directory = ""
     except Exception as error:  # hydra and omegaconf have many exception classes
@@ -79,6 +72,26 @@ def compose(
             "Correct the override or the file, or plan in the environment of the job."
         ) from error
     return config
+
+
+def _added(overrides: Sequence[str], compose: Callable[[list[str]], Any]) -> Iterator[str]:
+    """Yield the overrides that set a precision at a key that the config lacks without them.
+
+    Hydra takes ``+`` only for such a key; only for ``++`` the config is composed a second time.
+    """
+    from omegaconf import OmegaConf
+
+    config, absent = None, object()
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if not word.startswith("+") or not names_precision(key, value):
+            continue
+        if word.startswith("++"):
+            if config is None:
+                config = compose([one for one in overrides if not one.startswith("+")])
+            if OmegaConf.select(config, key, default=absent) is not absent:
+                continue
+        yield f"{key}={value}"
 
 
 @cache
