@@ -17,8 +17,7 @@ from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
 from precision_shim.precision.lm_head import Head
 
-from ..megatron.training.lm_head import compute_in_fp32
-from .lm_head import (
+from ..agreement.lm_head import (
     NOT_IN_FORCE,
     SETTING,
     is_marked,
@@ -27,9 +26,10 @@ from .lm_head import (
     of_trainer,
     report_heads,
 )
-from .model_files import quantised, resolve_by_model
-from .names import engine_name, with_rounded
-from .report import FEATURE, report_engines
+from ..agreement.model_files import quantised, resolve_by_model
+from ..agreement.names import engine_name, with_rounded
+from ..agreement.report import FEATURE, report_engines
+from ..megatron.training.lm_head import compute_in_fp32
 
 GROUP = "rollout"
 HEAD = "LM head"
