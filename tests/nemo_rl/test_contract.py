@@ -100,10 +100,9 @@ class TestRequestedConfigs(contract.RequestedConfigs):
         return read
 
 
-class TestSeams(Seams):
-    @pytest.fixture
-    def framework(self, cpu: None) -> str:  # noqa: F811
-        return DRIVER.framework
+@pytest.mark.usefixtures("cpu")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 class TestJob(contract.Job):

@@ -69,10 +69,9 @@ class TestRequestedConfigs(contract.RequestedConfigs):
         return read
 
 
-class TestSeams(Seams):
-    @pytest.fixture
-    def framework(self, skyrl: None) -> str:
-        return DRIVER.framework
+@pytest.mark.usefixtures("skyrl")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 class TestJob(contract.Job):

@@ -65,10 +65,9 @@ class TestWorker(contract.Worker):
         return ranks
 
 
-class TestSeams(Seams):
-    @pytest.fixture
-    def framework(self, torchtitan: None) -> str:
-        return DRIVER.framework
+@pytest.mark.usefixtures("torchtitan")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 class TestJob(contract.Job):

@@ -73,10 +73,9 @@ class TestRequestedConfigs(contract.RequestedConfigs):
 
 
 @in_force
-class TestSeams(Seams):
-    @pytest.fixture
-    def framework(self, cpu: None) -> str:
-        return DRIVER.framework
+@pytest.mark.usefixtures("cpu")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 @in_force
