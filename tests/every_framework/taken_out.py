@@ -54,7 +54,7 @@ def held(target: str, found: dict[str, dict[str, int]]) -> int | None:
 def is_patched(seam: Seam, before: dict[str, dict[str, int]]) -> bool:
     """Whether a symbol, and each copy that a module had of it, is another object than before."""
     now, original = namespaces([seam]), held(seam.target, before)
-    copies = [alias for alias in seam.aliases if original in (held(alias, before), None)]
+    copies = [alias for alias in seam.aliases if original == held(alias, before) is not None]
     return all(held(one, now) != held(one, before) for one in (seam.target, *copies))
 
 

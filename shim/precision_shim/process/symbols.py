@@ -98,7 +98,7 @@ def judge_version(
     code. A distribution without any recorded version has no sentence.
     """
     tested = plain(version) in adapter.tested
-    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
+    reasons = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
     differing = []
     packages = {name: package for package, name in shared().items()}
     for distribution, targets in targets_by_distribution(adapter).items():
@@ -113,10 +113,10 @@ def judge_version(
             equal = equal_version(shipped(), distribution, digests)
             alike = f"all as in {equal}" if equal else "not all as in one recorded version"
             alike = f"{sum(map(bool, digests.values()))} symbols, {alike}"
-            told.append(alike if own else f"{distribution} {here}: {alike}")
+            reasons.append(alike if own else f"{distribution} {here}: {alike}")
         elif digests and not is_as(shipped(), distribution, plain(here), digests):
             differing.append(f"{distribution} {here} has other code than was recorded")
-    return tested, "; ".join([*told, *differing])
+    return tested, "; ".join([*reasons, *differing])
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
@@ -144,7 +144,7 @@ def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str],
         last = earlier[-1] if earlier else ""
         return last, digests_of(shipped(), distribution, last)
 
-    def told(target: str) -> str:
+    def had(target: str) -> str:
         try:
             distribution = _owner(target, adapter)
             version, targets = newest(distribution)
@@ -153,7 +153,7 @@ def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str],
             return ""
         return f"{distribution} {version}" if target in targets else ""
 
-    return told
+    return had
 
 
 def plain(version: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from ._output import show, write
 
@@ -55,10 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     every: list[Comparison | sent_weights.WeightAudit] = [*compared, *sent]
     ok = not broken and all(each.ok for each in every)
     if arguments.json:
-        told: dict[str, Any] = {"ok": ok, "broken": broken}
-        told["groups"] = [each.to_dict() for each in compared]
-        told["rollouts"] = [each.to_dict() for each in sent]
-        write(json.dumps(told, indent=1))
+        groups, rollouts = ([each.to_dict() for each in some] for some in (compared, sent))
+        result = {"ok": ok, "broken": broken, "groups": groups, "rollouts": rollouts}
+        write(json.dumps(result, indent=1))
         return int(not ok)
     blocks = ["\n".join(each.lines()) for each in every]
     if broken:
