@@ -67,7 +67,7 @@ class Seams:
 
     def test_each_alone(self, framework: str) -> None:
         adapter = load(entries(third_party=False)[framework])
-        alone = [Adapter(**{**vars(adapter), "seams": (seam,)}) for seam in adapter.seams]
+        alone = [adapter.replace(seams=(seam,)) for seam in adapter.seams]
         engines = [self.in_and_out(one) for one in alone if can_be_patched(one)]
         assert len(engines) > len(alone) / 2
         gc.collect()
