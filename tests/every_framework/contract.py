@@ -58,24 +58,34 @@ class Driver:
 class Contract:
     driver: ClassVar[Driver]
 
+    @pytest.fixture
+    def framework(self) -> str:
+        return self.driver.framework
 
-class Release(Contract):
+
+class Recorded:
     """What is recorded about a release, compared with the installed version."""
+
+    def test_the_record_of_symbols_is_current(self, framework: str) -> None:
+        symbols_in_record.hold(framework)
+
+    @pytest.mark.slow
+    def test_a_wheel_of_what_is_installed_is_read_and_not_run(
+        self, framework: str, tmp_path: Path
+    ) -> None:
+        symbols_in_record.hold_as_a_wheel(framework, tmp_path)
+
+    def test_the_page_of_versions_is_current(self, framework: str) -> None:
+        versions_in_docs.hold(framework)
+
+
+class Release(Contract, Recorded):
+    """The record of a release, and its checkout."""
 
     @pytest.fixture(scope="class")
     def installed(self) -> Told:
         """The doctor's report on the installed framework."""
         return as_installed(self.driver.framework)
-
-    def test_the_record_of_symbols_is_current(self) -> None:
-        symbols_in_record.hold(self.driver.framework)
-
-    @pytest.mark.slow
-    def test_a_wheel_of_what_is_installed_is_read_and_not_run(self, tmp_path: Path) -> None:
-        symbols_in_record.hold_as_a_wheel(self.driver.framework, tmp_path)
-
-    def test_the_page_of_versions_is_current(self) -> None:
-        versions_in_docs.hold(self.driver.framework)
 
     @pytest.mark.slow
     def test_a_checkout_is_the_version_that_it_states(

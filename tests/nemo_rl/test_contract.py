@@ -25,6 +25,7 @@ from ..every_framework.checkpoint_doctor import hold_groups
 from ..every_framework.mutants import Sources
 from ..every_framework.newest import on_the_newest
 from ..every_framework.requested_configs import Case
+from ..every_framework.taken_out import Seams
 from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
 from ..processes.rank_server import Ranks
 from .megatron import support as on_megatron
@@ -97,6 +98,11 @@ class TestRequestedConfigs(contract.RequestedConfigs):
             return read_requested(config, "policy", megatron_fsdp=False, trains=True)
 
         return read
+
+
+@pytest.mark.usefixtures("cpu")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 class TestJob(contract.Job):

@@ -17,6 +17,7 @@ from ..every_framework import contract
 from ..every_framework.checkpoint_doctor import verdict
 from ..every_framework.in_force import refused
 from ..every_framework.requested_configs import Case
+from ..every_framework.taken_out import Seams
 from ..every_framework.upstreams_own import Own, fetch
 from ..processes.rank_server import Ranks
 from ..unit.checkpoints.written import of_ranks, scaler
@@ -69,6 +70,12 @@ class TestRequestedConfigs(contract.RequestedConfigs):
             return of_engine(made)
 
         return read
+
+
+@in_force
+@pytest.mark.usefixtures("cpu")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 @in_force

@@ -16,7 +16,7 @@ from precision_shim.adapting import Call, collect, seam, versioned
 from precision_shim.precision.effect import Written
 
 from .. import megatron
-from ..agreement import sglang_flags
+from ..common import sglang_flags
 from ..megatron import GROUP, SCALING
 
 MODEL = "miles.backends.megatron_utils.model"

@@ -18,11 +18,11 @@ from precision_shim.precision.agreement import AUTO, Engine
 from precision_shim.precision.lm_head import SETTING, Head
 from precision_shim.precision.names import ALIASES
 
+from ..agreement.lm_head import NOT_IN_FORCE, is_marked, names_head, of_rollout, of_trainer
+from ..agreement.model_files import quantised, resolve_by_model
+from ..agreement.names import engine_name, with_rounded
+from ..agreement.report import FEATURE, Sides, report_sides
 from ..megatron.training.lm_head import compute_in_fp32
-from .lm_head import NOT_IN_FORCE, is_marked, names_head, of_rollout, of_trainer
-from .model_files import quantised, resolve_by_model
-from .names import engine_name, with_rounded
-from .report import FEATURE, Sides, report_sides
 
 GROUP = "rollout"
 HEAD = "LM head"
