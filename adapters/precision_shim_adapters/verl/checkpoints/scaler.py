@@ -20,8 +20,9 @@ from precision_shim.precision.scaler_record import FILE_NAME
 
 from ... import torch_fp16
 from ...torch_fp16.files import saved_aside
-from ..training.engines import VEOMNI, on
-from ..training.fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
+from ..config import SHARDED, VEOMNI
+from ..training.engines import on
+from ..training.fsdp import ON_ENGINE, ON_LEGACY, no_legacy_workers, training_of
 
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 

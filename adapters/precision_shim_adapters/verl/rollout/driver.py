@@ -20,7 +20,7 @@ from ...agreement.lm_head import report_heads
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE, report_engines
 from ...common.omegaconf_values import plain
-from ..training import fsdp
+from ..config import WORKERS
 from . import dtypes, weight_sync
 from .lm_head import read_heads
 
@@ -134,7 +134,7 @@ def compare_in_worker(call: Call) -> Any:
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
         trains_by_engine = type(worker).__module__.endswith(_WORKERS[0])
-        trainer = {fsdp.WORKERS: "disable"} if trains_by_engine else {}
+        trainer = {WORKERS: "disable"} if trains_by_engine else {}
         _report({"actor_rollout_ref": plain(worker.config), "trainer": trainer})
     return call.proceed()
 
