@@ -473,7 +473,6 @@ def of_ppo(config: Mapping[str, Any], sections: Sections = section_of) -> tuple[
     if enabled is None:
         no_critic = "" if estimator == "gae" else f"algorithm.adv_estimator={estimator}"
     merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
-
     own, read = sections(critic, "critic.model"), partial(of_role, sections=sections, legacy=legacy)
     shares: dict[str, Any] = {"model": model, "model_key": f"{PPO}.model"}
     return (

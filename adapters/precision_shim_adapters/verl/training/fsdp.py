@@ -26,7 +26,6 @@ _SCALER = "scaler"
 VERLS_SCALER = ScalerSettings()
 """The settings of verl's own scaler: torch's defaults, and a growth interval of 400."""
 
-
 OWN_SCALER = "verl's own scaler, counted and kept with the checkpoints"
 """Why the shim scales the loss where verl would do it itself."""
 

@@ -176,7 +176,7 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
     acts = job.in_force(DISPATCH, GROUP)
     illegal = tuple(sections.unknown(section, dispatches=acts))
     if section.strategy == "megatron":
-        spelled = tuple(sections.not_spelled(section))
+        spelled = tuple(sections.check_megatron(section))
         alone = (*sections.unknown(section, dispatches=False), *spelled)
         illegal += () if job.in_force(COERCION, GROUP) else spelled
         return replace(_on_megatron(section, shapes, gpus, illegal), alone=alone)
@@ -193,7 +193,6 @@ def _on_megatron(
     layers = inner(engine, layers_key)
     ddp = inner(engine, buckets)
     inner(optim, fields)
-    sections.check_megatron(section)
     requested = verls.of_configs(
         engine,
         optim,

@@ -103,25 +103,22 @@ def check_moments(section: ModelConfig, optimizer: str) -> None:
         raise DtypeError(f"{where}: {stored}=fp16: {fault}. Set {stored}=fp32.", key=stored)
 
 
-def check_megatron(section: ModelConfig) -> None:
-    """Raise ``DtypeError`` for a dtype that verl's own configs of a model on Megatron refuse."""
-    dtype = section.engine.get("dtype", "bfloat16")
+def check_megatron(section: ModelConfig) -> Iterator[Problem]:
+    """Yield the dtypes that verl's own fields take only where dtype-coercion is in force.
+
+    Raises:
+        DtypeError: verl's own configs of a model on Megatron refuse a dtype.
+    """
+    dtype, names = section.engine.get("dtype", "bfloat16"), own_spellings()
     if dtype not in ("bfloat16", "float16"):
         raise _refused(f"{section.engine_key}.dtype", dtype, "bfloat16 or float16")
     for name in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
-        value = section.optim.get(name, "fp32")
+        value, key = section.optim.get(name, "fp32"), f"{section.optim_key}.{name}"
         # YAML reads verl's dtype name "32" as a number.
         known = parse_dtype(str(value)) if isinstance(value, int | str) else None
         if known not in (torch.float32, torch.bfloat16):
-            raise _refused(f"{section.optim_key}.{name}", value, "fp32 or bf16")
-
-
-def not_spelled(section: ModelConfig) -> Iterator[Problem]:
-    """Yield the dtypes that verl's own fields take only where dtype-coercion is in force."""
-    names = own_spellings()
-    for name in PRECISION_AWARE_FIELDS[1:] if names else ():
-        value, key = section.optim.get(name, "fp32"), f"{section.optim_key}.{name}"
-        if str(value) not in names:
+            raise _refused(key, value, "fp32 or bf16")
+        if names and str(value) not in names:
             fault = f"{versioned('verl')}: {name}={value!r}: verl itself takes {', '.join(names)}"
             remedy = "Write one of these, or let the shim's dtype-coercion act in the job."
             yield Problem("dtype", section.subject, key, fault, remedy)
