@@ -182,7 +182,7 @@ class ModelConfig:
 
     Attributes:
         engine: the engine's section: a dataclass, an OmegaConf node or a dict.
-        engine_key: its key in the job's config, for messages; so the other ``_key``.
+        engine_key: its key in the job's config; each ``_key`` is the key of a section.
         subject: the model's name: ``"actor"``, ``"ref"`` or ``"critic"``.
         legacy: whether verl 0.7.1's legacy workers run the model.
         optim: the optimizer's section; empty for a model that is not trained.
@@ -207,7 +207,7 @@ class ModelConfig:
     unbuilt: str = ""
 
     @property
-    def row(self) -> TrainingEngine:
+    def kind(self) -> TrainingEngine:
         """The model's engine; empty for an engine that the shim does not know."""
         return ENGINES.get(self.strategy, _UNKNOWN)
 
@@ -219,17 +219,17 @@ class ModelConfig:
     @property
     def sharded(self) -> bool:
         """Whether verl's own FSDP engine or its legacy FSDP workers run the model."""
-        return self.row is SHARDED
+        return self.kind is SHARDED
 
     @property
     def has_model_dtype(self) -> bool:
         """Whether the engine stores the parameters in the dtype ``model_dtype``."""
-        return self.row.computes not in ("", "dtype")
+        return self.kind.computes not in ("", "dtype")
 
     @property
     def group(self) -> str:
         """The group of the seams on the model's engine or workers."""
-        return LEGACY if self.legacy and self.sharded else self.row.group
+        return LEGACY if self.legacy and self.sharded else self.kind.group
 
     @property
     def autocasts(self) -> bool:
@@ -292,7 +292,7 @@ class ModelConfig:
     @property
     def refusal(self) -> str:
         """Why the engine does not train in the float16 that the config has; empty if it does."""
-        return self.row.refusal if self.row.refused and is_fp16(self.get("dtype")) else ""
+        return self.kind.refusal if self.kind.refused and is_fp16(self.get("dtype")) else ""
 
     def dtypes(self) -> Dtypes:
         """The dtypes of an engine that is not Megatron's.
@@ -300,15 +300,15 @@ class ModelConfig:
         Raises:
             DtypeError: verl does not accept a dtype name.
         """
-        if self.row in (VEOMNI, TITAN):
-            masters = self.row is TITAN or self.get("mixed_precision")
+        if self.kind in (VEOMNI, TITAN):
+            masters = self.kind is TITAN or self.get("mixed_precision")
             low = is_fp16(self.get("dtype")) and not self.refusal
             stored = torch.float32 if masters else torch.bfloat16  # in which they also reduce
             return Dtypes(stored, torch.float16 if low else torch.bfloat16, stored)
-        if self.row is AUTOMODEL:
+        if self.kind is AUTOMODEL:
             names = {"model_dtype": "fp32", "mp_param_dtype": "bf16", "mp_reduce_dtype": "fp32"}
             return Dtypes(*map(self._read, names, names.values()))
-        if self.row is TURBO:
+        if self.kind is TURBO:
             found = (self.get(f"{_TURBO}.{name}") for name in ("param_dtype", "reduce_dtype"))
             return Dtypes(self.stored, *(parse_dtype(str(value)) for value in found))
         stored, computes = self.stored, self.gathered
@@ -321,7 +321,7 @@ class ModelConfig:
     @property
     def in_fp32(self) -> str:
         """The key of the engine's section, with its value, that keeps the parameters in fp32."""
-        written = "mixed_precision=true" if self.row is VEOMNI else "model_dtype=fp32"
+        written = "mixed_precision=true" if self.kind is VEOMNI else "model_dtype=fp32"
         return f"{self.engine_key}.{written}"
 
     def check_fp16(self) -> None:
@@ -333,7 +333,7 @@ class ModelConfig:
         """
 
         def check(key: str, allows: Callable[[Any], bool], why: str, allowed: str) -> None:
-            value, place, beside = self.get(key), f"{self.engine_key}.{key}", self.row.computes
+            value, place, beside = self.get(key), f"{self.engine_key}.{key}", self.kind.computes
             if not allows(value):
                 raise DtypeError(
                     f"{versioned('verl')}: {place}={value!r} beside {self.engine_key}.{beside}="
@@ -342,10 +342,10 @@ class ModelConfig:
                     key=place,
                 )
 
-        if self.row is VEOMNI:
+        if self.kind is VEOMNI:
             why = "VeOmni then loads and trains bfloat16 weights"
             check("mixed_precision", bool, why, "True, with fp32 weights")
-        elif self.row is AUTOMODEL:
+        elif self.kind is AUTOMODEL:
             why = "it takes no mp_param_dtype"
             check("distributed_strategy", lambda value: bool(value == "fsdp2"), why, "fsdp2")
             why = "parameters and optimizer states are then in float16, where AdamW's eps is 0"
@@ -360,17 +360,17 @@ class ModelConfig:
         Raises:
             DtypeError: verl does not accept a dtype name.
         """
-        if self.strategy not in ENGINES or self.row is AUTOMODEL:
+        if self.strategy not in ENGINES or self.kind is AUTOMODEL:
             return None
-        key, because = self.row.computes, self.refusal
-        if self.row is MEGATRON:
+        key, because = self.kind.computes, self.refusal
+        if self.kind is MEGATRON:
             dtype = self.declared or torch.bfloat16
         else:
             dtype = self.gathered if self.sharded else self.dtypes().computes or torch.bfloat16
         place = f"{self.engine_key}.{key}"
         # From 0.8 verl's FSDP engine autocasts to FSDP's dtype, and not always to bfloat16.
         by_name = "_autocast_dtype" not in look(f"{SHARDED}._build_fsdp_module").names
-        if self.row is TURBO and dtype is not torch.float16:
+        if self.kind is TURBO and dtype is not torch.float16:
             dtype = torch.bfloat16  # the dtype of its autocast, unless the shim replaces it
         elif self.sharded and self.legacy:
             key, own = "dtype", self._read("dtype", "bfloat16")
@@ -414,7 +414,7 @@ class ModelConfig:
         if name.startswith(("model_", "mp_")):
             return name
         if sets == COMPUTES:
-            return self.row.computes if self.has_model_dtype else ""
+            return self.kind.computes if self.has_model_dtype else ""
         near = get_close_matches(name, MIXED, n=1, cutoff=0.65)
         return f"mixed_precision.{near[0]}" if near and self.sharded else ""
 
@@ -428,7 +428,7 @@ class ModelConfig:
             for one in self.written()
             if one.dtype == "fp16" and one.sets in ("params", REDUCES) and not one.needs
         ]
-        return unscaled(versioned("verl"), asked, computes, self.row.computes or "dtype")
+        return unscaled(versioned("verl"), asked, computes, self.kind.computes or "dtype")
 
 
 def of_section(config: Any, place: str = "", **known: Any) -> ModelConfig:

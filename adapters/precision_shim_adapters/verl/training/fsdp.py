@@ -145,7 +145,7 @@ def scaled_because(config: ModelConfig) -> str:
     """Why the shim scales the loss of an fp16 model, as the command ``plan`` reports it."""
     made = look(f"{SHARDED}._build_fsdp_module")
     own = OWN_SCALER if "ShardedGradScaler" in made.names else "fp16 parameters"
-    return own if config.sharded else config.row.because
+    return own if config.sharded else config.kind.because
 
 
 def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:

@@ -281,9 +281,9 @@ def _sharded(
             )
     stored, dtype, reduce = section.dtypes()
     if dtype is None:
-        key = f"{place}.{section.row.computes}"
+        key = f"{place}.{section.kind.computes}"
         raise PlanError(
-            f"{_where()}: {key}={section.get(section.row.computes)!r} is no dtype, and FSDP "
+            f"{_where()}: {key}={section.get(section.kind.computes)!r} is no dtype, and FSDP "
             f"Turbo's default is not known here. Set {key}."
         )
     if dtype is torch.float16:
