@@ -365,24 +365,25 @@ class ModelConfig:
         key, because = self.kind.computes, self.refusal
         if self.kind is MEGATRON:
             dtype = self.declared or torch.bfloat16
-        else:
-            dtype = self.gathered if self.sharded else self.dtypes().computes or torch.bfloat16
-        place = f"{self.engine_key}.{key}"
-        # From 0.8 verl's FSDP engine autocasts to FSDP's dtype, and not always to bfloat16.
-        by_name = "_autocast_dtype" not in look(f"{SHARDED}._build_fsdp_module").names
-        if self.kind is TURBO and dtype is not torch.float16:
-            dtype = torch.bfloat16  # the dtype of its autocast, unless the shim replaces it
         elif self.sharded and self.legacy:
-            key, own = "dtype", self._read("dtype", "bfloat16")
-            # An autocast to fp32 has no effect: the products have the dtype of the parameters.
-            dtype = own if own is not torch.float32 else self.mixed.get("param_dtype", own)
+            key, dtype = "dtype", self._read("dtype", "bfloat16")
+            if dtype is torch.float32:  # such an autocast has no effect: the parameters' dtype has
+                dtype = self.mixed.get("param_dtype", dtype)
             place = f"{self.engine_key}.{key}"
             because = f"{place}: the dtype of verl's autocast, in which the matrix products run"
-        elif self.sharded and dtype is not torch.float32 and by_name:
-            because = f"verl {SHARDED.group}: it autocasts to bfloat16, whatever {place} says"
-            return Engine(self.subject, "bf16", "", because=because)
+        elif self.sharded:
+            dtype, place = self.gathered, f"{self.engine_key}.{key}"
+            # From 0.8 verl's FSDP engine autocasts to FSDP's dtype, and not always to bfloat16.
+            follows = "_autocast_dtype" in look(f"{SHARDED}._build_fsdp_module").names
+            if dtype is not torch.float32 and not follows:
+                because = f"verl {SHARDED.group}: it autocasts to bfloat16, whatever {place} says"
+                return Engine(self.subject, "bf16", "", because=because)
+        else:  # FSDP Turbo autocasts to bfloat16, unless the shim replaces this
+            low = is_fp16(self.get(key)) and not self.refusal
+            dtype = torch.float16 if low else torch.bfloat16
         value = self.get(key)
-        place, prefix = "" if self.refusal else place, "++" if value is None else ""
+        place, prefix = f"{self.engine_key}.{key}", "++" if value is None else ""
+        place = "" if self.refusal else place
         return Engine(self.subject, name_of(dtype), place, value, because, prefix)
 
     def written(self, prefix: str = "") -> Iterator[Written]:
