@@ -7,6 +7,7 @@ reads the dataclasses' fields from verl's source.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def overridden(section: ModelConfig) -> Iterator[Written]:
 
 def tell_not_built(section: ModelConfig) -> list[str]:
     """Return a note on the dtypes that the user wrote for a model; see ``not_built``."""
-    wrote = list(map(str, section.written()))
+    # Not even the dtype of legacy workers' autocast has an effect.
+    wrote = list(map(str, replace(section, legacy=False).written()))
     for key, value in values_of(section.optim):
         if key.endswith("_dtype") and value not in (None, "fp32"):
             wrote.append(f"{section.optim_key}.{key}={value}")
