@@ -75,7 +75,7 @@ CASES = (
         "verl",
         "fsdp",
         {"dtype": "float16"},
-        ("fsdp_config.dtype=float16", f"Write fsdp_config.{_MIXED}.param_dtype=float16"),
+        ("fsdp_config.dtype=float16", f"Write fsdp_config.{_MIXED}.param_dtype=fp16"),
     ),
     Case(
         "verl",

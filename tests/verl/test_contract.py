@@ -11,7 +11,7 @@ import pytest
 from packaging.version import Version
 
 from precision_shim.scaling import save
-from precision_shim_adapters.verl.training.megatron import of_engine
+from precision_shim_adapters.verl.config import of_engine
 
 from ..every_framework import contract
 from ..every_framework.checkpoint_doctor import verdict

@@ -219,7 +219,7 @@ def test_a_dtype_without_effect_is_said(built: Any) -> None:
         (said,) = built[case]["said"]
         assert told[case] in said
     assert built["other key"]["scaler"] == "NoneType"
-    assert "Write fsdp_config.mp_param_dtype=float16" in built["unread"]["said"][0]
+    assert "Write fsdp_config.mp_param_dtype=fp16" in built["unread"]["said"][0]
 
 
 def test_rounded_weights_are_said(engine_ranks: Ranks, of_experts: str) -> None:

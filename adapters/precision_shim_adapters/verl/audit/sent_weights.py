@@ -17,10 +17,8 @@ from precision_shim.adapting import Call, at_uninstall, seam
 from precision_shim.auditing import weight_audit
 from precision_shim.errors import DtypeError
 
+from ..config import AUTOMODEL, MEGATRON, SHARDED, TITAN, VEOMNI
 from ..rollout import dtypes, weight_sync
-from ..training.engines import AUTOMODEL, TITAN, VEOMNI
-from ..training.fsdp import SHARDED
-from ..training.megatron import ENGINE
 
 FEATURE, SENT = "audit", "weights audit"
 LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
@@ -63,7 +61,9 @@ def know_rollout(call: Call) -> Any:
 
 @seam(
     feature=FEATURE,
-    at=[f"{engine}.get_per_tensor_param" for engine in (SHARDED, ENGINE, VEOMNI, AUTOMODEL, TITAN)],
+    at=[
+        f"{engine}.get_per_tensor_param" for engine in (SHARDED, MEGATRON, VEOMNI, AUTOMODEL, TITAN)
+    ],
     group=SENT,
     why="returns the weights that are sent, unstarted",
     delete_when=_DELETE,

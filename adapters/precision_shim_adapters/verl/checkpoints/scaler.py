@@ -18,8 +18,9 @@ from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.scaling import FILE_NAME, Files
 
 from ... import torch_fp16
-from ..training.engines import VEOMNI, on
-from ..training.fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
+from ..config import SHARDED, VEOMNI
+from ..training.engines import on
+from ..training.fsdp import ON_ENGINE, ON_LEGACY, no_legacy_workers, training_of
 
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 

@@ -17,7 +17,7 @@ from precision_shim.adapting import Call, current_settings, in_force, seam, vers
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE, report_sides
 from ...common.omegaconf_values import plain
-from ..training import fsdp
+from ..config import WORKERS
 from . import dtypes, weight_sync
 
 GROUP = "rollout"
@@ -117,7 +117,7 @@ def compare_in_worker(call: Call) -> Any:
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
         trains_by_engine = type(worker).__module__.endswith(_WORKERS[0])
-        trainer = {fsdp.WORKERS: "disable"} if trains_by_engine else {}
+        trainer = {WORKERS: "disable"} if trains_by_engine else {}
         config = {"actor_rollout_ref": plain(worker.config), "trainer": trainer}
         sides = dtypes.read_sides(config, partial(in_force, "verl"))
         if sides is not None:

@@ -41,8 +41,7 @@ from precision_shim.precision.findings import Problem
 
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE
-from ..training.engines import TITAN
-from ..training.fsdp import SHARDED
+from ..config import SHARDED, TITAN
 from .dtypes import ROLLOUT, asked_dtype
 
 FSDP, TITANS, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
@@ -227,7 +226,7 @@ def _with_experts(
 
 def _merged(engine: Any, dtype: torch.dtype) -> Weights:
     """Merge LoRA into the weights, and yield the merged weights, as verl's generator does."""
-    verl: Any = importlib.import_module(SHARDED.partition(":")[0])
+    verl: Any = importlib.import_module(str(SHARDED).partition(":")[0])
     module, device = engine.module, verl.get_device_id()
     inner = getattr(module, "_fsdp_wrapped_module", module)
     try:
