@@ -122,17 +122,17 @@ class Worker(Contract):
 
 
 class RequestedConfigs(Contract):
-    """Each wish, written into a framework's own config, gets the same plan in every framework.
+    """Each request, written into a framework's own config, gets the same plan in every framework.
 
-    The fixture ``wishes_of`` writes a case into the framework's config, and reads the requested.
+    The fixture ``requested_of`` writes a case into the framework's config, and reads the requested.
     """
 
     @each_case
     def test_the_table(
-        self, fused_adam: str, shim: Any, wishes_of: Callable[[Case], Any], case: Case
+        self, fused_adam: str, shim: Any, requested_of: Callable[[Case], Any], case: Case
     ) -> None:
         shim(settings=case.settings)
-        assert outcome_in(self.driver.framework, case, wishes_of(case)) == expected(case)
+        assert outcome_in(self.driver.framework, case, requested_of(case)) == expected(case)
 
 
 class Job(Contract):

@@ -1,6 +1,6 @@
 """A table of requested, the values that users request of Megatron's optimizer, with their plans.
 
-The tests of each framework on Megatron write a wish into its real config, and compare the plan with
+The tests of each framework on Megatron write a case into its real config, and compare the plan with
 the table.
 """
 
@@ -42,7 +42,7 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A wish, and the expected plan.
+    """What is requested, and the expected plan.
 
     Attributes:
         name: for the test's id.

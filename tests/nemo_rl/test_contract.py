@@ -81,10 +81,10 @@ class TestWorker(contract.Worker):
 class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
     OPEN = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer", "adam_beta2")
-    """Keys in NeMo-RL's YAML files that ``wishes_of`` omits, unless the case sets them."""
+    """Keys in NeMo-RL's YAML files that ``requested_of`` omits, unless the case sets them."""
 
     @pytest.fixture
-    def wishes_of(self, model: Path) -> Callable[[Case], Any]:
+    def requested_of(self, model: Path) -> Callable[[Case], Any]:
         def read(case: Case) -> Any:
             assert set(self.OPEN) <= set(on_megatron.OPTIMIZER)
             precision = str(case.dtype).removeprefix("torch.")

@@ -47,7 +47,7 @@ class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture
-    def wishes_of(self, checkpoints: dict[str, Path]) -> Callable[[Case], Any]:
+    def requested_of(self, checkpoints: dict[str, Path]) -> Callable[[Case], Any]:
         def read(case: Case) -> Any:
             written = [
                 f"{CONFIG}.optimizer_config_kwargs.{key}={value}"

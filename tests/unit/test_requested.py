@@ -118,7 +118,7 @@ def test_states_follow_only_where_that_is_in_force(asks, model, now):
 
 
 @given(requested, models, in_force)
-def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
+def test_an_opt_in_requests_the_same_as_the_fields_themselves(asks, model, now):
     """verl's own fields have the same effect in versions that read them and in all others."""
     fields = {AWARE: True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP32}
     asked = {key: value for key, value in asks.asked.items() if key not in fields}

@@ -56,7 +56,7 @@ class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture
-    def wishes_of(self, checkpoint: Path) -> Callable[[Case], Any]:
+    def requested_of(self, checkpoint: Path) -> Callable[[Case], Any]:
         def read(case: Case) -> Any:
             asked = dict(case.asked)
             optimizer = {"optimizer": asked.pop("optimizer")} if "optimizer" in asked else {}

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.agreement import AUTO, Engine
-from precision_shim.precision.dtypes import name_of, parse_dtype
-from precision_shim.precision.names import ALIASES
+from precision_shim.adapting.dtypes import ALIASES, name_of, parse_dtype
+from precision_shim.adapting.rollouts import AUTO, Engine
 
 from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from precision_shim.adapting import Call, collect, seam, versioned
-from precision_shim.precision.effect import Written
+from precision_shim.adapting.dtypes import Written
 
 from .. import megatron
 from ..common import sglang_flags

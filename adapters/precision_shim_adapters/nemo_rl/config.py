@@ -17,10 +17,17 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import parse_settings, versioned
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
-from precision_shim.precision.dtypes import any_dtype, name_of, parse_dtype
-from precision_shim.precision.effect import COMPUTES, Written, names_precision, values_of
-from precision_shim.precision.names import ALIASES
+from precision_shim.adapting.dtypes import (
+    ALIASES,
+    COMPUTES,
+    Written,
+    any_dtype,
+    name_of,
+    names_precision,
+    parse_dtype,
+    values_of,
+)
+from precision_shim.adapting.rollouts import AUTO, ENGINE_NAMES, FP8, Engine
 
 from ..agreement.names import engine_name, with_rounded
 from ..megatron import RequestedConfig

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting.rollouts import AUTO, FP8, Engine
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, FP8, Engine
 
 from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model

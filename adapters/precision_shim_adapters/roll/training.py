@@ -18,8 +18,8 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import Call, seam
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written
-from precision_shim.scaling import SaveAside, ScalerSettings, files_of_rank
+from precision_shim.adapting.dtypes import COMPUTES, REDUCES, Written
+from precision_shim.adapting.scaling import SaveAside, ScalerSettings, files_of_rank
 
 from ..torch_fp16 import FEATURE, ScaledTraining
 from ..torch_fp16.states import make_missing_states

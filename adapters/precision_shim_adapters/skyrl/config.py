@@ -14,9 +14,16 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, versioned
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
-from precision_shim.precision.dtypes import CANONICAL, name_of, parse_dtype
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written, names_precision
+from precision_shim.adapting.dtypes import (
+    COMPUTES,
+    DTYPES,
+    REDUCES,
+    Written,
+    name_of,
+    names_precision,
+    parse_dtype,
+)
+from precision_shim.adapting.rollouts import AUTO, ENGINE_NAMES, FP8, Engine
 
 from ..agreement import model_files
 from ..agreement.lm_head import IsInForce
@@ -230,7 +237,7 @@ def predict_provider(
         checkpoint=checkpoint,
         bf16=checkpoint == "bf16",
         fp16=checkpoint == "fp16",
-        params_dtype=CANONICAL.get(checkpoint, torch.float32),
+        params_dtype=DTYPES.get(checkpoint, torch.float32),
     )
     if in_force(DISPATCH, GROUP):
         obey(provider, bool(trainer.bf16))

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from precision_shim.adapting import Call, seam
+from precision_shim.adapting.scaling import METADATA, SaveAside, raise_together, read_metadata
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
-from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_metadata
-from precision_shim.scaling import SaveAside, raise_together
 
 from ..torch_fp16 import ScaledTraining
 from .training.trainers import BOTH, SCALED, of_both

@@ -15,10 +15,9 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting.dtypes import COMPUTES, REDUCES, Written, name_of, parse_dtype
+from precision_shim.adapting.rollouts import AUTO, Engine
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, Engine
-from precision_shim.precision.dtypes import name_of, parse_dtype
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 
 from ..agreement.names import engine_name
 from ..torch_fp16.names import unscaled

@@ -15,12 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from precision_shim.adapting import is_there, look, versioned
+from precision_shim.adapting import definition, is_there, look, versioned
+from precision_shim.adapting.dtypes import (
+    COMPUTES,
+    REDUCES,
+    Written,
+    coerce_dtype,
+    name_of,
+    names_precision,
+    parse_dtype,
+    values_of,
+)
+from precision_shim.adapting.rollouts import Engine
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import Engine
-from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written, names_precision, values_of
-from precision_shim.seams import definition
 
 from .. import megatron
 from ..megatron.policy.legality import read_switch

@@ -159,11 +159,11 @@ class _Watcher(latest.Watched):
                 mend=self.mend,
             )
         except Exception as error:  # a failed audit must not end the training run
-            _journal.tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
+            _journal.warn_or_say(f"the audit of {type(optimizer).__name__} failed: {error!r}")
             return None
         self._keep(audit)
         if last or audit.complete:
-            _journal.announce(f"{audit.whose}: audit: {audit.brief()}")
+            _journal.log(f"{audit.whose}: audit: {audit.brief()}")
         self._judge(audit)
         return audit
 
@@ -176,7 +176,7 @@ class _Watcher(latest.Watched):
             for reading in read_optimizers(self.modules() or None, self.optimizer(), whole=False):
                 attach(reading, every, on_figures=self.take_figures, **names)
         except Exception as error:  # a failed measurement must not end the training run
-            _journal.tell(
+            _journal.warn_or_say(
                 f"{self.framework} {self.subject}: lost updates are not measured: {error!r}"
             )
 
@@ -193,7 +193,7 @@ class _Watcher(latest.Watched):
         self._keep(audit)
         if not self._said_figures:
             self._said_figures = True
-            _journal.announce(f"{audit.whose}: {updates_line(figures)}")
+            _journal.log(f"{audit.whose}: {updates_line(figures)}")
 
     def _judge(self, audit: Audit) -> None:
         _raise_if_strict(
@@ -223,4 +223,4 @@ class _Watcher(latest.Watched):
             self.not_written = ""
         except OSError as error:
             self.not_written = files.not_written(directory, error)
-            _journal.tell(self.not_written)
+            _journal.warn_or_say(self.not_written)

@@ -133,7 +133,7 @@ class _Looker:
                 act(*args)
         except Exception as error:  # a failed audit must not end the training run
             self._failed = True
-            _journal.tell(
+            _journal.warn_or_say(
                 f"{self._who}: the weights that are sent to the rollout are not audited: {error!r}"
             )
 
@@ -191,7 +191,7 @@ class _Looker:
         try:
             sent_weights.write(directory, sent)
         except OSError as error:
-            _journal.tell(files.not_written(directory, error))
+            _journal.warn_or_say(files.not_written(directory, error))
         if sent.rank == 0:
             for code, message in sent.contradictions():
                 _journal.warn(f"{self._who}: {code}: {message}", stacklevel=None)

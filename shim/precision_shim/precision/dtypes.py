@@ -16,7 +16,7 @@ import torch
 from ..errors import DtypeError
 from .names import ALIASES
 
-CANONICAL: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -24,11 +24,11 @@ CANONICAL: Mapping[str, torch.dtype] = {
 }
 """dtypes by their canonical names."""
 
-_BY_NAME = {**CANONICAL, **{alias: CANONICAL[name] for alias, name in ALIASES.items()}}
-_BY_DTYPE = {dtype: name for name, dtype in CANONICAL.items()}
+_BY_NAME = {**DTYPES, **{alias: DTYPES[name] for alias, name in ALIASES.items()}}
+_BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def accepted_names(names: Collection[str] = tuple(CANONICAL)) -> str:
+def accepted_names(names: Collection[str] = tuple(DTYPES)) -> str:
     """Return accepted dtype names as text: canonical ``names``, each with its aliases."""
     return ", ".join(
         "/".join([name, *(alias for alias, target in ALIASES.items() if target == name)])
@@ -69,7 +69,7 @@ def coerce_dtype(value: object, *, key: str, where: str = "", but: Collection[st
         return value
     dtype = parse_dtype(value)
     if dtype is None or name_of(dtype) in but:
-        allowed = accepted_names([name for name in CANONICAL if name not in but])
+        allowed = accepted_names([name for name in DTYPES if name not in but])
         raise DtypeError(
             f"{where + ': ' if where else ''}{key}={value!r} is not a dtype name"
             f"{' for this key' if but else ''}; allowed: {allowed}, in any case, also with the "

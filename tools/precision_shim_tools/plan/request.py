@@ -135,7 +135,7 @@ def _without_effect(wrote: Sequence[Written], model: ModelPlan, where: str) -> F
     return without_effect(wrote, held, model.subject, where)
 
 
-def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list[str]:
+def _idle_settings(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list[str]:
     """Return notes on the shim's settings that nothing in the job reads."""
     acting = {decision.feature for model in models for decision in model.decisions}
     if rollout:
@@ -143,7 +143,7 @@ def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan
     return [
         f"{row.variable}={job.settings[row.name]} has no effect on this job, in which "
         f"{row.feature} has nothing to do"
-        for row in _settings.without_effect(job.settings, acting)
+        for row in _settings.idle(job.settings, acting)
     ]
 
 
@@ -177,7 +177,7 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
         raise PlanError("\n".join([*dict.fromkeys(map(str, job.refusals)), *illegal]))
     notes = [*request.notes, NOT_COUNTED]
     if len(models) == len(request.models) and not job.off:
-        notes[-1:-1] = _settings_without_effect(job, request.rollout, models)
+        notes[-1:-1] = _idle_settings(job, request.rollout, models)
     if request.megatron and rules.transformer_engine is None:
         notes.insert(
             -1,

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, in_force, seam
-from precision_shim.auditing import meters
-from precision_shim.auditing.automatic import watch
-from precision_shim.auditing.weight_audit import tell_asked
+from precision_shim.adapting.audit import meters, tell_asked, watch
 
 from ...common.ray_actors import put_in_front
 from ...torch_fp16 import ScaledTraining

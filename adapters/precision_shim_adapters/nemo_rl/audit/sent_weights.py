@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import weight_audit
+from precision_shim.adapting.audit import weight_audit
 
 from ..config import FRAMEWORK
 

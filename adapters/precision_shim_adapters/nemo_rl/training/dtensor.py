@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, in_force, seam, versioned, warn
+from precision_shim.adapting.scaling import files_of_rank
 from precision_shim.errors import SeamError
-from precision_shim.scaling import files_of_rank
 
 from ...common.ray_actors import class_beneath, put_in_front
 from ...torch_fp16 import FEATURE, ScaledTraining

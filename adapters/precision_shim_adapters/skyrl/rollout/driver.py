@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, in_force, report, seam, versioned
-from precision_shim.precision.agreement import judge_wires
-from precision_shim.precision.dtypes import name_of
+from precision_shim.adapting.dtypes import name_of
+from precision_shim.adapting.rollouts import judge_wires
 
 from ...agreement.lm_head import IsInForce
 from ...agreement.names import engine_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Decision, Findings, versioned
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Wire, judge_wires
+from precision_shim.adapting.rollouts import AUTO, ENGINE_NAMES, FP8, Wire, judge_wires
 
 from ...agreement import model_files
 from ...agreement.lm_head import IsInForce

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.lm_head import SETTING, Head
+from precision_shim.adapting.rollouts import SETTING, Head
 
 from ...agreement import lm_head as shared
 from ...agreement.report import FEATURE

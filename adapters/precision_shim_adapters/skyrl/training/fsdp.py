@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, decide, seam, warn
-from precision_shim.scaling import Files, SaveAside
+from precision_shim.adapting.scaling import Files, SaveAside
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16

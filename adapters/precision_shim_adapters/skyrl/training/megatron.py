@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, Symbol, decide, in_force, look, seam, versioned, warn
-from precision_shim.auditing.automatic import tell_without_effect
-from precision_shim.precision.dtypes import CANONICAL, name_of
-from precision_shim.precision.names import ALIASES
+from precision_shim.adapting.audit import tell_without_effect
+from precision_shim.adapting.dtypes import ALIASES, DTYPES, name_of
 
 from ... import megatron
 from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, Build
@@ -26,7 +25,7 @@ _OBEYED = "init_configs sets the provider's dtype from its bf16 argument"
 _PACKING = ("use_sample_packing", "remove_microbatch_padding")
 _HERE: dict[str, Any] = {"group": GROUP, "optional": True}
 _CONFIG: dict[str, Any] = {**_HERE, "aliases": (f"{WORKER}:init_megatron_optim_config",)}
-_OWN_NAMES = [name for name in (*CANONICAL, *ALIASES) if name.isidentifier()]
+_OWN_NAMES = [name for name in (*DTYPES, *ALIASES) if name.isidentifier()]
 
 
 def native_coercion(symbol: Symbol, settings: Any) -> str | None:

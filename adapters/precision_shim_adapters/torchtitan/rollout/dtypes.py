@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, Settings, current_settings, decide, seam, versioned
-from precision_shim.precision.agreement import AUTO, compare
-from precision_shim.precision.lm_head import Head
+from precision_shim.adapting.rollouts import AUTO, Head, compare
 
 from ...agreement.names import write_key
 from ...agreement.report import FEATURE, Sides, report_sides

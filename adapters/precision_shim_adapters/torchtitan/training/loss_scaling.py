@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, current_settings, seam, versioned, warn
+from precision_shim.adapting.scaling import LossScaler, states_of_no_step
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.scaling import LossScaler, states_of_no_step
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.stepping import ScaledLoss

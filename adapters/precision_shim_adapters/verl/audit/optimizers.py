@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import meters
-from precision_shim.auditing.automatic import watch
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.adapting.audit import meters, watch
+from precision_shim.adapting.dtypes import parse_dtype
 
 from .. import config
 from ..config import AUTOMODEL, SHARDED, TITAN, VEOMNI

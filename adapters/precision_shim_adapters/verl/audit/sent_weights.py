@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from precision_shim.adapting import Call, at_uninstall, seam
-from precision_shim.auditing import weight_audit
+from precision_shim.adapting.audit import weight_audit
 from precision_shim.errors import DtypeError
 
 from ..config import AUTOMODEL, MEGATRON, SHARDED, TITAN, VEOMNI

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
-from precision_shim.scaling import FILE_NAME, Files
+from precision_shim.adapting.scaling import FILE_NAME, Files
 
 from ... import torch_fp16
 from ..config import SHARDED, VEOMNI

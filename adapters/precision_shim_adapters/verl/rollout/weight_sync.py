@@ -28,6 +28,7 @@ from precision_shim.adapting import (
     Call,
     Decision,
     Findings,
+    Problem,
     decide,
     look,
     report,
@@ -35,9 +36,8 @@ from precision_shim.adapting import (
     versioned,
     warn,
 )
+from precision_shim.adapting.rollouts import AUTO
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.precision.agreement import AUTO
-from precision_shim.precision.findings import Problem
 
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE

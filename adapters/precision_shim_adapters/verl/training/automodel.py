@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, decide, seam, versioned, warn
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.adapting.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
 from ..config import AUTOMODEL, is_fp16, of_section
@@ -119,7 +119,7 @@ def load(call: Call, local_path: Any) -> Any:
     result = call.proceed()
     training = training_of(call.instance)
     if training is not None and training.drives:
-        from precision_shim.scaling import files_of_rank
+        from precision_shim.adapting.scaling import files_of_rank
 
         place = os.path.join(local_path, _OPTIMIZER)
         training.restore(place, files_of_rank({"": place, "../": local_path}))

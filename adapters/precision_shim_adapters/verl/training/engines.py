@@ -22,8 +22,8 @@ from precision_shim.adapting import (
     versioned,
     warn,
 )
+from precision_shim.adapting.dtypes import values_of
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.precision.effect import values_of
 
 from ...torch_fp16 import FEATURE
 from ..config import AUTOMODEL, TITAN, TURBO, VEOMNI, TrainingEngine, is_fp16, of_worker

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
-from precision_shim.scaling.record import ScalerSettings
+from precision_shim.adapting.scaling import ScalerSettings
 
 from ... import torch_fp16
 from ...torch_fp16 import FEATURE

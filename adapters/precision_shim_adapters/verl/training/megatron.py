@@ -9,7 +9,7 @@ import torch
 import wrapt
 
 from precision_shim.adapting import Call, Seam, Settings, Symbol, current_settings, look, seam
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.adapting.dtypes import name_of, parse_dtype
 
 from ... import megatron
 from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS

@@ -9,17 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .auditing.latest import at_clear as at_uninstall
-from .errors import PrecisionShimError, SettingsError, UnsupportedPrecisionError
-from .precision.findings import Decision, Findings
-from .process import settings as _settings
-from .process.framework import Adapter, Checkpoints
-from .process.names import meant
-from .process.session import current_settings, in_force
-from .process.settings import FEATURES, Settings
-from .process.versions import version_of
-from .reporting import journal as _journal
-from .seams import Call, NativeProbe, Seam, Symbol, around, collect, is_there, look, seam
+from ..auditing.latest import at_clear as at_uninstall
+from ..errors import PrecisionShimError, SettingsError, UnsupportedPrecisionError
+from ..precision.findings import Decision, Findings, Problem
+from ..process import settings as _settings
+from ..process.framework import Adapter, Checkpoints
+from ..process.names import meant
+from ..process.session import current_settings, in_force
+from ..process.settings import FEATURES, Settings
+from ..process.versions import version_of
+from ..reporting import journal as _journal
+from ..seams import (
+    Call,
+    NativeProbe,
+    Seam,
+    Symbol,
+    around,
+    collect,
+    definition,
+    is_there,
+    look,
+    seam,
+)
 
 __all__ = [
     "FEATURES",
@@ -29,6 +40,7 @@ __all__ = [
     "Decision",
     "Findings",
     "NativeProbe",
+    "Problem",
     "Seam",
     "Settings",
     "Symbol",
@@ -37,6 +49,7 @@ __all__ = [
     "collect",
     "current_settings",
     "decide",
+    "definition",
     "in_force",
     "is_there",
     "look",
