@@ -1,5 +1,7 @@
 """All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
+The names that need torch, or that few adapters need, are in the modules ``dtypes``, ``rollouts``,
+``scaling`` and ``audit`` of this package; exceptions are in ``precision_shim.errors``.
 An adapter converts a framework's objects for the shim's rule functions, and the results back; it
 contains no rule on precision. CONTRIBUTING.md shows how to write one.
 """
