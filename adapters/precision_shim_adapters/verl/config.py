@@ -47,6 +47,7 @@ WORKERS = "use_legacy_worker_impl"
 """Key in the section ``trainer`` of verl 0.7; its value selects the engine or legacy workers."""
 
 PPO = "actor_rollout_ref"
+ROLLOUT = f"{PPO}.rollout"
 
 CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
 FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"

@@ -17,7 +17,7 @@ from precision_shim.adapting import Call, at_uninstall, seam
 from precision_shim.adapting.audit import weight_audit
 from precision_shim.errors import DtypeError
 
-from ..config import AUTOMODEL, MEGATRON, SHARDED, TITAN, VEOMNI
+from ..config import AUTOMODEL, MEGATRON, ROLLOUT, SHARDED, TITAN, VEOMNI
 from ..rollout import dtypes, weight_sync
 
 FEATURE, SENT = "audit", "weights audit"
@@ -36,7 +36,7 @@ _legacy: list[str] = []
 def _tell_asked(worker: Any) -> None:
     """Record the configured dtype of a worker's rollout, for the audit."""
     with suppress(DtypeError):  # ``rollout-agreement`` has reported a wrong dtype
-        asked = dtypes.asked_dtype(worker.config.rollout, dtypes.ROLLOUT)
+        asked = dtypes.asked_dtype(worker.config.rollout, ROLLOUT)
         weight_audit.tell_asked("verl", *asked)
 
 

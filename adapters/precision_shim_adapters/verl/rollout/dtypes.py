@@ -17,11 +17,9 @@ from ...agreement.lm_head import IsInForce
 from ...agreement.model_files import resolve_by_model
 from ...agreement.names import engine_name, with_rounded
 from ...agreement.report import FEATURE, Sides
-from ..config import PPO, ModelConfig, of_ppo
+from ..config import PPO, ROLLOUT, ModelConfig, of_ppo
 from ..config import section_of as _section
 from .lm_head import read_heads
-
-ROLLOUT = f"{PPO}.rollout"
 
 SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
 """The sections of a job's config that this file reads."""

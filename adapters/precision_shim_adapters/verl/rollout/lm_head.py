@@ -15,8 +15,7 @@ from precision_shim.adapting.rollouts import SETTING, Head
 from ...agreement import lm_head as fp32_head
 from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
-from ..config import MEGATRON, PPO, SHARDED, ModelConfig, of_ppo
-from .dtypes import ROLLOUT
+from ..config import MEGATRON, PPO, ROLLOUT, SHARDED, ModelConfig, of_ppo
 
 GROUP = "LM head"
 MODEL = f"{PPO}.model"

@@ -41,8 +41,8 @@ from precision_shim.errors import UnsupportedPrecisionError
 
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE
-from ..config import SHARDED, TITAN
-from .dtypes import ROLLOUT, asked_dtype
+from ..config import ROLLOUT, SHARDED, TITAN
+from .dtypes import asked_dtype
 
 FSDP, TITANS, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
 """Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""

@@ -95,7 +95,7 @@ def plan_job(job: Job) -> Request:
 
 def _not_judged(found: Sequence[ModelConfig], added: Sequence[str]) -> Iterator[str]:
     """Yield a note on each precision at a key that no rule covers, and that verl's config lacks."""
-    judged = [f"{_SHARED}.{dtypes.ROLLOUT}.engine_kwargs."]
+    judged = [f"{_SHARED}.{verls.ROLLOUT}.engine_kwargs."]
     for one in found:
         judged += [f"{key}." for key in (one.engine_key, one.optim_key)]
         judged.append(f"{one.model_key}.override_config.")
