@@ -269,7 +269,10 @@ class Rows:
         assert len(found.told) == len(row.told), found.told
         assert all(part in text for part, text in zip(row.told, found.told, strict=True))
         assert row.because in " ".join(found.notes)
-        assert planned in (None, (found.told, found.notes))
+        if planned is not None:
+            warnings_, notes = planned
+            assert warnings_ == found.told
+            assert notes == found.notes, (notes, found.notes)
 
 
 class NoHead:

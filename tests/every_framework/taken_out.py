@@ -104,7 +104,7 @@ class Seams:
                 assert found.state == "wrapped"
                 states = {one.target: one.state for one in found.seams}
                 for seam in seams:
-                    if states[seam.target] == "wrapped":
+                    if states.get(seam.target) == "wrapped":
                         assert is_patched(seam, before), seam.target
             engine = weakref.ref(session._current.engine)  # type: ignore[union-attr]
             precision_shim.uninstall()
@@ -117,8 +117,8 @@ class Seams:
 def can_be_patched(adapter: Adapter) -> bool:
     """Whether this version has the one seam's symbol, in a module that this machine can import."""
     (seam,) = adapter.seams
-    (status,) = check(adapter, FEATURES, resolve(environ={})).predicted()
-    if status.state != "pending":
+    states = [one.state for one in check(adapter, FEATURES, resolve(environ={})).predicted()]
+    if states != ["pending"]:  # this version lacks the place, or has the feature itself
         return False
     with suppress(Exception):  # such as a package that needs a GPU
         importlib.import_module(seam.module)

@@ -6,8 +6,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype, pick_name
 
@@ -29,8 +27,7 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
     """
     if str(value).strip().lower() in also:
         return str(value).strip().lower()
-    given = value if isinstance(value, torch.dtype) else str(value)
-    return ENGINE_NAMES[pick_name(given, ENGINE_NAMES, key=key, where=where, also=also)]
+    return ENGINE_NAMES[pick_name(value, ENGINE_NAMES, key=key, where=where, also=also)]
 
 
 def key_of(place: str, name: str) -> str:

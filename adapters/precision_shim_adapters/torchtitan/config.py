@@ -113,8 +113,8 @@ def refuse_float16_states(training: Any, place: str = "training.") -> None:
         raise DtypeError(
             f"{versioned(FRAMEWORK)}: {place}dtype={training.dtype!r} puts parameters and "
             "optimizer states into float16, where AdamW's eps of 1e-8 is 0 and parameters are not "
-            "finite after a few finite steps; allowed: float32, bfloat16. To compute in float16 "
-            f"leave {place}dtype at float32 and set {place}mixed_precision_param=float16.",
+            "finite after a few finite steps; allowed: float32, bfloat16. Leave "
+            f"{place}dtype out, and set {place}mixed_precision_param=float16 to compute in fp16.",
             key=f"{place}dtype",
         )
 

@@ -98,7 +98,7 @@ def pick_name(
     Raises:
         DtypeError: none of them means this dtype.
     """
-    dtype = any_dtype(value)
+    dtype = value if isinstance(value, torch.dtype) else any_dtype(str(value))
     for name in names:
         if value == name or (dtype is not None and any_dtype(name) is dtype):
             return name

@@ -6,6 +6,7 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -156,4 +157,7 @@ class Archive:
             # To open a ZipFile for each tensor would parse the list of all members each time.
             file.seek(member.header_offset + _LENGTHS_AT)
             file.seek(sum(_LENGTHS.unpack(file.read(_LENGTHS.size))) + start, os.SEEK_CUR)
-            return file.read(min(most, size, max(0, member.file_size - start)))
+            content = file.read(min(most, size, max(0, member.file_size - start)))
+            if len(content) == member.file_size and zlib.crc32(content) != member.CRC:
+                raise zipfile.BadZipFile(f"Bad CRC-32 for file {member.filename!r}")
+            return content

@@ -92,8 +92,8 @@ def _send_in_engines_dtype(config: Any) -> Findings:
     which casts to ``model_dtype``, would round the weights twice.
     """
     engines = config.generator.inference_engine
-    computes, before = _computes(config), engines.model_dtype
-    if len(computes) != 1 or computes & {AUTO, FP8, reader.canonical(reader.named(before))}:
+    computes, before = _computes(config), reader.named(engines.model_dtype)
+    if len(computes) != 1 or computes & {AUTO, FP8, reader.canonical(before)}:
         return Findings()
     (dtype,) = computes
     engines.model_dtype = ENGINE_NAMES[dtype]
