@@ -69,7 +69,7 @@ class Seams:
         adapter = load(entries(third_party=False)[framework])
         alone = [adapter.replace(seams=(seam,)) for seam in adapter.seams]
         engines = [self.in_and_out(one) for one in alone if can_be_patched(one)]
-        assert len(engines) > len(alone) / 2
+        assert engines
         gc.collect()
         assert not [engine for engine in engines if engine() is not None]
 
