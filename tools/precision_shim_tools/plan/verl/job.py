@@ -36,7 +36,7 @@ from ..request import Plannable, Request, read_request
 from ..rollout import listed, predict_sides
 from ..shapes import Model
 from ..torch_optimizer import ShardedModel, learning_rate, scaling
-from ..values import number_of
+from ..values import mapping, number_of
 from . import sections
 from .composing import compose
 from .sections import inner
@@ -73,6 +73,7 @@ def plan_job(job: Job) -> Request:
     notes: list[str] = []
     if _SHARED in config:
         gpus = _gpus(config)
+        mapping(inner(config, _SHARED).get("actor"), f"{_SHARED}.actor", _where())
         every = verls.of_ppo(config, inner)
         found = [one for one in every if not one.unbuilt]
         problems, notes = _both_sides(job, config)
