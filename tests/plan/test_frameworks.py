@@ -331,7 +331,7 @@ def test_verls_fsdp_turbo_engine(model: Path) -> None:
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     said = refused("--", *VERL, *actor, f"{key}=half-and-half")
-    assert f"{key}='half-and-half' is not a dtype" in said
+    assert f"{key}='half-and-half' is no dtype" in said
 
 
 @needs("verl")
