@@ -10,7 +10,10 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from ..processes.forks import script, tests
 from ..processes.rank_server import Launch, freeze
+
+__all__ = ["prepare", "script", "tests", "train", "unpickle"]
 
 IMPORTED = (
     *("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
