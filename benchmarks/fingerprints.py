@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from precision_shim.precision import belonging
+from precision_shim.scaling import belonging
 
 TENSOR = 1 << 20
 """Number of elements in a tensor, which has 4 MiB in float32."""

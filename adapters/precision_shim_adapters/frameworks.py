@@ -62,7 +62,7 @@ MEGATRON = Backend(
             {"use_precision_aware_optimizer": True},
         ),
     ),
-    limits="precision_shim_adapters.common.megatron_limits:describe_limits",
+    limits="precision_shim_adapters.megatron.policy.limits:describe_limits",
     shared={
         "megatron.core": "megatron-core",
         "megatron.bridge": "megatron-bridge",

@@ -195,23 +195,27 @@ def differences(without: Result, with_shim: Result) -> list[float]:
 
 def _check_states(name: str, result: Result, promise: Promise) -> list[Check]:
     wanted = asdict(promise)
-    kinds = {key: (value,) if isinstance(value, str) else value for key, value in wanted.items()}
+    kinds = {
+        key: tuple(map(short, (value,) if isinstance(value, str) else value))
+        for key, value in wanted.items()
+    }
     bad: dict[str, str] = {}
     totals = set()
     expected = set()
     for run in result["runs"]:
         for rank in run["ranks"]:
-            held = {key: tuple(part["dtypes"]) for key, part in rank["parts"].items()}
-            held["main_grads"] = tuple(rank["main_grads"])
+            held = {key: part["dtypes"] for key, part in rank["parts"].items()}
+            held["main_grads"] = rank["main_grads"]
+            held = {key: tuple(map(short, dtypes)) for key, dtypes in held.items()}
             for key, allowed in kinds.items():
                 if len(held[key]) != 1 or held[key][0] not in allowed:
-                    found, want = words(held[key]), " or ".join(map(short, allowed))
+                    found, want = words(held[key]), " or ".join(allowed)
                     bad[key] = f"{key} is {found}, promised {want}"
             # The promised bytes depend on which of the allowed master dtypes is in force.
             masters = held["master"] if not bad else kinds["master"]
             parts = ("params", "grad_buckets", "exp_avg", "exp_avg_sq")
-            rest = sum(SIZES[short(kinds[key][0])] for key in parts)
-            expected |= {rest + SIZES[short(master)] for master in masters}
+            rest = sum(SIZES[kinds[key][0]] for key in parts)
+            expected |= {rest + SIZES[master] for master in masters}
             totals.add(round(rank["per_parameter"], 3))
     same = len(totals) == 1 and totals <= expected
     found = ", ".join(f"{total:g}" for total in sorted(totals))
@@ -219,7 +223,7 @@ def _check_states(name: str, result: Result, promise: Promise) -> list[Check]:
     if not same:
         text += f", promised {' or '.join(f'{total:g}' for total in sorted(expected))}"
     dtypes = "; ".join(bad.values()) or ", ".join(
-        f"{label} {short(kinds[key][0])}"
+        f"{label} {kinds[key][0]}"
         for key, label in (("grad_buckets", "bucket"), ("exp_avg", "m"), ("exp_avg_sq", "v"))
     )
     return [Check(f"{name}: dtypes", not bad, dtypes), Check(f"{name}: bytes", same, text)]

@@ -237,6 +237,8 @@ def _train(spec: Spec, rank: int, seed: int, tell: Any) -> dict[str, Any]:
 
 def _measured(found: Any, optimizer: Any) -> dict[str, Any]:
     """The measured bytes, and the dtypes of the gradients that the optimizer reads, for JSON."""
+    from precision_shim.precision.dtypes import name_of
+
     read: set[str] = set()
     for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         for group in one.optimizer.param_groups:
@@ -244,7 +246,7 @@ def _measured(found: Any, optimizer: Any) -> dict[str, Any]:
                 grad = getattr(param, "decoupled_grad", None)
                 grad = param.grad if grad is None else grad
                 if grad is not None:
-                    read.add(str(grad.dtype).removeprefix("torch."))
+                    read.add(name_of(grad.dtype))
     return {
         "parts": {name: asdict(part) for name, part in found.parts.items()},
         "main_grads": sorted(read),

@@ -12,7 +12,17 @@ import pytest
 
 from precision_shim.errors import DtypeError
 
-from ..every_framework.both_sides import DTYPES, FOLLOW, BothSides, Names, NoHead, Sides
+from ..every_framework.both_sides import (
+    DTYPES,
+    FOLLOW,
+    BothSides,
+    Names,
+    NoHead,
+    Row,
+    Rows,
+    Sides,
+    each,
+)
 from .test_pages import YAML
 
 
@@ -60,7 +70,7 @@ class TestBothSides(BothSides, Names, NoHead):
         return Areal(tmp_path, request.param)
 
 
-REF = "+ref={backend: 'megatron:d4', experiment_name: a, trial_name: b, dtype: bfloat16}"
+REF = "+ref={backend:'megatron:d4',experiment_name:a,trial_name:b,dtype:bfloat16}"
 
 
 @pytest.mark.parametrize("written", ["", "auto"])
@@ -75,22 +85,6 @@ def test_follow_replaces_what_stands_there(shim: Any, sides: Areal, written: str
         "dtype keys": f"ref.dtype: bfloat16 -> float16; sglang.dtype: {before} -> float16",
     }
     assert sides.start(job).chosen == found.chosen  # AReaL merges the config in several places
-
-
-def test_adam_bf16_computes_in_bf16(shim: Any, sides: Areal) -> None:
-    """As AReaL's Megatron engine does, which ``test_engine.py`` shows."""
-    shim(frameworks="areal", settings=FOLLOW)
-    low = "actor.optimizer.type=adam_bf16"
-    found = sides.start(sides.job("fp16", "", low))
-    assert (sides.handed(found.made), found.chosen) == (
-        "bfloat16",
-        {"rollout": "bf16, as the actor"},
-    )
-    found = sides.start(sides.job("fp16", "float16", low))
-    assert sides.handed(found.made) == "bfloat16"
-    assert found.chosen["dtype keys"] == "sglang.dtype: float16 -> bfloat16"
-    on_fsdp = sides.run(sides.job("fp16", "", low, "actor.backend=fsdp:d4p1t1"))
-    assert sides.handed(on_fsdp) == "float16"
 
 
 def test_the_servers_of_the_spmd_launchers(
@@ -111,17 +105,23 @@ def test_the_servers_of_the_spmd_launchers(
         to_structured_cfg(written.sglang, config_cls=SGLangConfig)
 
 
-def test_the_reference_model(shim: Any, sides: Areal) -> None:
-    shim(frameworks="areal")
-    (told,) = sides.start(sides.job("fp16", "fp16", REF, "++actor.kl_ctl=0.1")).told
-    assert "the ref in bf16 (ref.dtype" in told
-    without = sides.job("fp16", "fp16", REF, "++actor.kl_ctl=0.0")
-    assert sides.start(without).told == []  # AReaL makes no reference
+LOW = "actor.optimizer.type=adam_bf16"
+ON_FSDP, KL = "actor.backend=fsdp:d4p1t1", "++actor.kl_ctl=0.1"
+AGREED, LOST = "fp16, as the actor", "bf16 beside the actor's fp16"
+TOLD = ("the ref in bf16 (ref.dtype",)
 
 
-def test_auto_is_left_to_the_engine(shim: Any, sides: Areal) -> None:
-    shim(frameworks="areal", strict=True)
-    assert sides.handed(sides.run(sides.job("bf16", "auto"))) == "auto"
+@each(
+    # As AReaL's Megatron engine does, which ``test_engine.py`` shows.
+    adam_bf16=Row(f"fp16 - {LOW}", "bf16, as the actor", follow=""),
+    adam=Row(f"fp16 fp16 {LOW}", "bf16, as the actor", follow="sglang.dtype: float16 -> bfloat16"),
+    on_fsdp=Row(f"fp16 - {LOW} {ON_FSDP}", AGREED, follow="sglang.dtype: bfloat16 -> float16"),
+    reference=Row(f"fp16 fp16 {REF} {KL}", {"ref": LOST, "rollout": AGREED}, TOLD),
+    no_reference=Row(f"fp16 fp16 {REF} ++actor.kl_ctl=0.0", AGREED),
+    auto=Row("bf16 auto", "the checkpoint's dtype beside the actor's bf16", handed="auto"),
+)
+class TestRows(Rows):
+    pass
 
 
 @pytest.mark.parametrize("kind", ["SFTConfig", "DPOConfig"])

@@ -17,7 +17,7 @@ from precision_shim_tools.checkpoint.prediction import Here
 from precision_shim_tools.checkpoint.report import examine
 from precision_shim_tools.testing import measure_bytes
 
-from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.taken_out import Seams, refused_whole
 from ..every_framework.without_effect import Case, cases, hold
 from ..testing.tiny_training import load, save
 from .cpu import OVERFLOW, config, engine, parameters, scalers, train
@@ -222,8 +222,8 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
 # -- other adapters, installing and removing -----------------------------------------------------
 
 
-def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
-    leaves_nothing_behind(on, "areal")
+class TestSeams(Seams):
+    pass
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

@@ -1,20 +1,9 @@
-"""Recorded symbols, versions and checkpoints, compared with the installed version."""
+"""Recorded symbols and versions, compared with the installed version."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from ..every_framework import versions_in_docs
-from ..every_framework.symbols_in_record import hold, hold_as_a_wheel
+from ..every_framework.contract import Recorded
 
 
-def test_the_record_is_current() -> None:
-    hold("areal")
-
-
-def test_a_wheel_of_what_is_installed_is_read_and_not_run(tmp_path: Path) -> None:
-    hold_as_a_wheel("areal", tmp_path)
-
-
-def test_the_page_of_versions_is_current() -> None:
-    versions_in_docs.hold("areal")
+class TestRecorded(Recorded):
+    pass

@@ -397,7 +397,7 @@ def test_measure_bytes_is_a_view_of_it() -> None:
     audit, measured = precision_shim.audit(model, optimizer), measure_bytes(model, optimizer)
     (part,) = audit.parts
     assert {name: one.allocated for name, one in part.components.items()} == {
-        name: one.nbytes for name, one in measured.parts.items()
+        name: one.allocated for name, one in measured.parts.items()
     }
     assert measured.total == audit.totals["allocated"]
     assert measured.data_parallel_sizes == {"model": 1}

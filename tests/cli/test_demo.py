@@ -28,7 +28,7 @@ def result_in(folder):
 def dtypes(result):
     """The dtypes in force by part, the same on every rank."""
     found = [
-        {name: tuple(part["dtypes"]) for name, part in rank["parts"].items() if part["nbytes"]}
+        {name: tuple(part["dtypes"]) for name, part in rank["parts"].items() if part["allocated"]}
         | {"main_grads": tuple(rank["main_grads"])}
         for run in result["runs"]
         for rank in run["ranks"]
@@ -52,13 +52,13 @@ def test_the_effect_is_there_and_measured(tmp_path):
     assert result["ok"]
     assert result["versions"].keys() == {"verl", "megatron-core", "torch", "Python"}
     everything_fp32 = dict.fromkeys(
-        ("grad_buckets", "main_grads", "master", "exp_avg", "exp_avg_sq"), "float32"
+        ("grad_buckets", "main_grads", "master", "exp_avg", "exp_avg_sq"), "fp32"
     )
-    assert dtypes(result["without"]) == {"params": "bfloat16", **everything_fp32}
+    assert dtypes(result["without"]) == {"params": "bf16", **everything_fp32}
     assert per_parameter(result["without"]) == {18.0}
     after = dtypes(result["with"])
-    assert after.pop("master") in {"int16", "float32"}
-    assert set(after.values()) == {"bfloat16"}
+    assert after.pop("master") in {"int16", "fp32"}
+    assert set(after.values()) == {"bf16"}
     assert per_parameter(result["with"]) <= {10.0, 12.0}
 
     for run in (result["without"], result["with"]):

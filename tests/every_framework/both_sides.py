@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -212,11 +212,84 @@ class Planned:
         assert planned == (found.told, found.notes)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A job that only one framework has, and what its driver makes of it.
+
+    Attributes:
+        job: the words of the job, first the dtypes of trainer and rollout; "-" is none.
+        chosen: each decision, by its subject; a text is the decision on the rollout.
+        told: a part of each warning.
+        handed: what the rollout starts with, unless it is the first word of the decision.
+        follow: the keys that the user makes the driver write; ``None`` if the user does not ask.
+        because: a part of the decisions' reasons.
+        model: the keys of the model's config.
+    """
+
+    job: str
+    chosen: dict[str, str] | str
+    told: tuple[str, ...] = ()
+    handed: str = ""
+    follow: str | None = None
+    because: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def decided(self) -> dict[str, str]:
+        chosen = {"rollout": self.chosen} if isinstance(self.chosen, str) else self.chosen
+        return {**chosen, **({"dtype keys": self.follow} if self.follow else {})}
+
+
+def each(**rows: Row) -> pytest.MarkDecorator:
+    """Parametrize a class derived from ``Rows``; the names of slow rows begin with ``slow_``."""
+    slow = {True: [pytest.mark.slow], False: []}
+    params = [
+        pytest.param(row, id=name, marks=slow[name.startswith("slow_")])
+        for name, row in rows.items()
+    ]
+    return pytest.mark.parametrize("row", params)
+
+
+class Rows:
+    """What the driver hands on, decides and says of a job, and what the plan says."""
+
+    planned: ClassVar[bool] = False
+
+    def test_a_job(
+        self, shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Sides, row: Row
+    ) -> None:
+        monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "tell" if row.follow is None else "follow")
+        job = sides.job(*(word.strip("-") for word in row.job.split()), **row.model)
+        planned = of_plan(sides.line(job)) if self.planned else None
+        shim(frameworks=sides.framework, export=False)
+        found = sides.start(job)
+        assert found.chosen == row.decided
+        first = row.decided["rollout"].partition(" ")[0].strip(",")
+        assert str(sides.handed(found.made)) == (row.handed or sides.names[first])
+        assert len(found.told) == len(row.told), found.told
+        assert all(part in text for part, text in zip(row.told, found.told, strict=True))
+        assert row.because in " ".join(found.notes)
+        if planned is not None:
+            warnings_, notes = planned
+            assert warnings_ == found.told
+            assert notes == found.notes, (notes, found.notes)
+
+
 class NoHead:
     """A framework whose LM heads the shim does not change refuses PRECISION_SHIM_HEAD=fp32."""
 
-    def test_an_lm_head_in_fp32_is_refused(self, shim: Any, sides: Sides) -> None:
-        shim(frameworks=sides.framework, settings={"head": "fp32"}, export=False)
-        (told,) = sides.start(sides.job("bf16", "bf16")).told
+    def test_an_lm_head_in_fp32_is_refused(
+        self, shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Sides
+    ) -> None:
+        monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
+        shim(frameworks=sides.framework, export=False)
+        job = sides.job("bf16", "bf16")
+        (told,) = sides.start(job).told
         refused = rf"{sides.framework} \d\S+: PRECISION_SHIM_HEAD=fp32 is refused.*"
         assert re.fullmatch(rf"{refused}The shim changes no LM head. Unset .+HEAD\.", told)
+        precision_shim.uninstall()
+        if type(sides).line is not Sides.line:
+            assert of_plan(sides.line(job), "lm-head")[0] == [told]
+        shim(frameworks=sides.framework, strict=True, export=False)
+        with pytest.raises(UnsupportedPrecisionError, match="does not change the LM heads"):
+            sides.run(job)

@@ -16,11 +16,11 @@ from precision_shim.process import registry as _registry
 
 _DOCTOR = """
 import json, sys
-from precision_shim.process import registry, settings, versions
-from precision_shim_tools.upstream.framework_status import predict_status
+from precision_shim.process import registry, settings
+from precision_shim_tools.predicted import predict_status
 
 entry = registry.entries()[sys.argv[1]]
-found, problems = predict_status(entry, settings.resolve(environ={}), versions.version_of)
+found, problems = predict_status(entry, settings.resolve(environ={}))
 seams = {f"{one.target} {one.feature}": [one.state, one.reason] for one in found.seams}
 print(json.dumps([found.version, found.tested, found.reason, seams, problems]))
 """

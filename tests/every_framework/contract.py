@@ -58,24 +58,34 @@ class Driver:
 class Contract:
     driver: ClassVar[Driver]
 
+    @pytest.fixture
+    def framework(self) -> str:
+        return self.driver.framework
 
-class Release(Contract):
+
+class Recorded:
     """What is recorded about a release, compared with the installed version."""
+
+    def test_the_record_of_symbols_is_current(self, framework: str) -> None:
+        symbols_in_record.hold(framework)
+
+    @pytest.mark.slow
+    def test_a_wheel_of_what_is_installed_is_read_and_not_run(
+        self, framework: str, tmp_path: Path
+    ) -> None:
+        symbols_in_record.hold_as_a_wheel(framework, tmp_path)
+
+    def test_the_page_of_versions_is_current(self, framework: str) -> None:
+        versions_in_docs.hold(framework)
+
+
+class Release(Contract, Recorded):
+    """The record of a release, and its checkout."""
 
     @pytest.fixture(scope="class")
     def installed(self) -> Told:
         """The doctor's report on the installed framework."""
         return as_installed(self.driver.framework)
-
-    def test_the_record_of_symbols_is_current(self) -> None:
-        symbols_in_record.hold(self.driver.framework)
-
-    @pytest.mark.slow
-    def test_a_wheel_of_what_is_installed_is_read_and_not_run(self, tmp_path: Path) -> None:
-        symbols_in_record.hold_as_a_wheel(self.driver.framework, tmp_path)
-
-    def test_the_page_of_versions_is_current(self) -> None:
-        versions_in_docs.hold(self.driver.framework)
 
     @pytest.mark.slow
     def test_a_checkout_is_the_version_that_it_states(
@@ -112,17 +122,17 @@ class Worker(Contract):
 
 
 class RequestedConfigs(Contract):
-    """Each wish, written into a framework's own config, gets the same plan in every framework.
+    """Each request, written into a framework's own config, gets the same plan in every framework.
 
-    The fixture ``wishes_of`` writes a case into the framework's config, and reads the requested.
+    The fixture ``requested_of`` writes a case into the framework's config, and reads the requested.
     """
 
     @each_case
     def test_the_table(
-        self, fused_adam: str, shim: Any, wishes_of: Callable[[Case], Any], case: Case
+        self, fused_adam: str, shim: Any, requested_of: Callable[[Case], Any], case: Case
     ) -> None:
         shim(settings=case.settings)
-        assert outcome_in(self.driver.framework, case, wishes_of(case)) == expected(case)
+        assert outcome_in(self.driver.framework, case, requested_of(case)) == expected(case)
 
 
 class Job(Contract):

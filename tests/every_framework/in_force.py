@@ -11,11 +11,10 @@ from typing import Any
 
 import precision_shim
 from precision_shim.process import session as _session
-from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries, load
 from precision_shim_tools.checkpoint.prediction import Here
 from precision_shim_tools.plan.command import Job
-from precision_shim_tools.upstream import framework_status as _framework_status
+from precision_shim_tools.predicted import predict_status
 
 Pair = tuple[str, str]
 """A feature, and the name of a group of its seams."""
@@ -48,9 +47,7 @@ def answers(framework: str, pairs: Iterable[Pair]) -> list[dict[str, bool]]:
         in_worker = {pair: _session.in_force(framework, *pair) for pair in pairs}
     finally:
         precision_shim.uninstall()
-    found, _ = _framework_status.predict_status(
-        entries()[framework], settings, _versions.version_of
-    )
+    found, _ = predict_status(entries()[framework], settings)
     broken = {
         (one.feature, one.group)
         for one in found.seams

@@ -1,6 +1,6 @@
 """A table of requested, the values that users request of Megatron's optimizer, with their plans.
 
-The tests of each framework on Megatron write a wish into its real config, and compare the plan with
+The tests of each framework on Megatron write a case into its real config, and compare the plan with
 the table.
 """
 
@@ -42,7 +42,7 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A wish, and the expected plan.
+    """What is requested, and the expected plan.
 
     Attributes:
         name: for the test's id.
@@ -162,7 +162,7 @@ def outcome(
         main_grads=plan.main_grads,
         model=TrainableDtypes({case.dtype: 8}),
     )
-    messages = [text for text in (*plan.warnings, choice.problem or plan.bucket_warning) if text]
+    messages = [text for text in (*plan.warnings, choice.problem) if text]
     found = {key: plan.fields.get(key, default) for key, default in DEFAULTS.items()}
     as_expected = len(messages) == 1 and case.told and case.told in messages[0]
     told = case.told if as_expected else "; ".join(messages)
@@ -175,4 +175,4 @@ def outcome_in(
     """The outcome of the plan that this process makes for a framework."""
     build = Build(framework, lambda: requested)
     build.seen = TrainableDtypes({case.dtype: 8})
-    return outcome(case, requested, build.plan())
+    return outcome(case, requested, build.plan(build.in_force()))

@@ -18,12 +18,11 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import FEATURES, resolve
 from precision_shim.process.symbols import plain
 from precision_shim.reporting import text as _status_text
-from precision_shim_tools.upstream.framework_status import predict_status
+from precision_shim_tools.predicted import predict_status
 
 from ..environments.record_symbols import pinned
 
@@ -56,7 +55,7 @@ Column = dict[tuple[str, str], str]
 def column(framework: str) -> tuple[str, Column]:
     """The installed version, and its column of the table."""
     entry = entries(third_party=False)[framework]
-    one, _ = predict_status(entry, resolve(environ={}), _versions.version_of)
+    one, _ = predict_status(entry, resolve(environ={}))
     assert one.version is not None, f"{framework} is not installed here"
     found = {
         # A seam without a path serves all paths.

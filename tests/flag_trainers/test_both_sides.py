@@ -157,8 +157,8 @@ def test_an_unknown_name_ends_the_parser(
         job.parse("--sglang-dtype", "bf17")
     said = " ".join(capsys.readouterr().err.split())
     assert f"{job.name} " in said
-    assert "--sglang-dtype='bf17' is no dtype" in said
-    assert "allowed: fp16/half/float16" in said
+    assert "--sglang-dtype='bf17' is not a dtype" in said
+    assert "allowed: fp16/float16/half" in said
 
 
 def test_a_quantised_checkpoint_is_said(on: On, job: Job) -> None:

@@ -16,7 +16,7 @@ from precision_shim_adapters.slime import adapter as slime
 from precision_shim_tools.testing import measure_bytes
 
 from ..every_framework.checkpoint_doctor import verdict
-from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.taken_out import Seams, refused_whole
 from ..every_framework.without_effect import CASES as KEYS
 from ..every_framework.without_effect import Case, hold
 from ..testing.tiny_training import load, save
@@ -145,8 +145,8 @@ def test_miles_without_an_optimizer(on: On, name: str) -> None:
 # -- installing and removing -------------------------------------------------------------------
 
 
-def test_taken_out_it_leaves_nothing_behind(on: On, name: str) -> None:
-    leaves_nothing_behind(on, name)
+class TestSeams(Seams):
+    pass
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

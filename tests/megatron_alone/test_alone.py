@@ -18,7 +18,7 @@ from precision_shim_adapters.megatron import adapter
 from precision_shim_adapters.megatron.checkpoints.parameter_state import spread_parameters
 
 from ..audit import builds
-from ..every_framework.taken_out import leaves_nothing_behind, namespaces, refused_whole
+from ..every_framework.taken_out import Seams, namespaces, refused_whole
 from ..testing.tiny_training import load, save
 from .training import OVERFLOW, SCALE, Trainer, fp16
 
@@ -183,8 +183,8 @@ def test_without_the_name_nothing_is_patched(
     assert namespaces(adapter.SEAMS) == before
 
 
-def test_taken_out_it_leaves_nothing_behind(on: On, one_process: Any) -> None:
-    leaves_nothing_behind(on, "megatron")
+class TestSeams(Seams):
+    pass
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

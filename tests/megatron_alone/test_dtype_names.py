@@ -12,7 +12,6 @@ import torch
 
 import precision_shim
 from precision_shim.errors import DtypeError
-from precision_shim_adapters.megatron.policy.switches import is_switch
 from precision_shim_adapters.megatron.training import config_dtypes
 from precision_shim_tools.testing import tiny_gpt
 
@@ -60,7 +59,7 @@ def test_a_boolean_that_yaml_made_a_string_is_true_or_refused(on: On, one_proces
     there = set()
     for make in makers():
         for field in dataclasses.fields(type(make())):
-            if not is_switch(field.type):
+            if not config_dtypes.is_switch(field.type):
                 continue
             there.add(field.name)
             with pytest.raises(DtypeError, match=rf"\.{field.name}='false' is a string, of which"):

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import precision_shim
-
 from ..every_framework import both_sides as both
 from .cpu import ARGUMENTS, import_trainer
 from .test_workers import arguments, model
@@ -76,40 +74,32 @@ def sides(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Swift
     return Swift(tmp_path, model)
 
 
+AGREED = "fp16, as the model"
+
+
 class TestBothSides(both.BothSides, both.Names, both.NoHead):
     pass
 
 
-@pytest.mark.parametrize("trainer", ["fp16", "bf16"])
-def test_what_is_not_written_is_the_checkpoints_dtype(
-    shim: Any, sides: Swift, trainer: str
-) -> None:
-    shim(frameworks="ms-swift")
-    found = sides.start(sides.job(trainer, ""))
-    assert len(found.told) == (trainer == "fp16")  # the checkpoint's dtype is bf16
-    assert sides.handed(found.made) == "auto"
-    precision_shim.uninstall()
-    shim(frameworks="ms-swift", settings=both.FOLLOW, strict=True)
-    found = sides.start(sides.job(trainer, ""))
-    assert sides.handed(found.made) == ("auto" if trainer == "bf16" else both.DTYPES[trainer])
-    assert (found.told, found.chosen["rollout"]) == ([], f"{trainer}, as the model")
+LOST = "bf16 beside the model's fp16"
+TOLD = ("the model computes in fp16 (torch_dtype), the rollout in bf16",)
+KEY = "rollout.vllm_engine_kwargs.dtype"
 
 
-def test_vllm_engine_kwargs_go_over_the_rollouts_own_key(shim: Any, sides: Swift) -> None:
-    shim(frameworks="ms-swift", settings=both.FOLLOW, strict=True)
-    found = sides.start(sides.job("fp16", "", vllm_engine_kwargs={"dtype": "BF16"}))
-    assert sides.handed(found.made) == "float16"
-    assert found.chosen == {
-        "rollout": "fp16, as the model",
-        "dtype keys": "rollout.vllm_engine_kwargs.dtype: bfloat16 -> float16",
-    }
-    precision_shim.uninstall()
-    shim(frameworks="ms-swift", strict=True)
-    over = sides.job("fp16", "bf16", vllm_engine_kwargs={"dtype": "FP16"})
-    assert sides.handed(sides.run(over)) == "float16"
+def over(dtype: str) -> dict[str, Any]:
+    """Keys of the rollout's group that go over its own dtype."""
+    return {"vllm_engine_kwargs": {"dtype": dtype}}
 
 
-def test_a_trainer_in_fp32_is_in_fp16_unless_the_user_forbids_it(shim: Any, sides: Swift) -> None:
-    shim(frameworks="ms-swift")
-    (told,) = sides.start(sides.job("fp32", "bf16", "fp16")).told
-    assert "the model computes in fp16 (torch_dtype), the rollout in bf16" in told
+@both.each(
+    the_checkpoints_dtype=both.Row("fp16 -", LOST, TOLD, "auto"),
+    bf16=both.Row("bf16 -", "bf16, as the model", handed="auto"),
+    bf16_follows=both.Row("bf16 -", "bf16, as the model", handed="auto", follow=""),
+    follow=both.Row("fp16 -", AGREED, follow="rollout.dtype: not set -> float16"),
+    over=both.Row("fp16 -", AGREED, follow=f"{KEY}: bfloat16 -> float16", model=over("BF16")),
+    over_the_key=both.Row("fp16 bf16", AGREED, model=over("FP16")),
+    # ms-swift computes in fp16, unless the user forbids it.
+    a_trainer_in_fp32=both.Row("fp32 bf16 fp16", LOST, TOLD),
+)
+class TestRows(both.Rows):
+    pass

@@ -15,7 +15,7 @@ from precision_shim_adapters.ms_swift import adapter
 from precision_shim_tools.testing import measure_bytes
 
 from ..every_framework.checkpoint_doctor import verdict
-from ..every_framework.taken_out import leaves_nothing_behind, namespaces, refused_whole
+from ..every_framework.taken_out import Seams, namespaces, refused_whole
 from ..every_framework.without_effect import Case, cases, hold
 from .cpu import OVERFLOW, arguments, parameters, scalers, train, trainer
 
@@ -131,8 +131,8 @@ def test_without_the_name_or_the_shim_nothing_is_patched(
     assert not precision_shim.status().decisions
 
 
-def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
-    leaves_nothing_behind(on, "ms-swift")
+class TestSeams(Seams):
+    pass
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

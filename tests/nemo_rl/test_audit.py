@@ -10,7 +10,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
-from precision_shim_adapters.nemo_rl.training.dtensor import written
+from precision_shim_adapters.nemo_rl.config import written
 
 from .support import NEMO_RL, batch, each_kind, loss_for, optimizer, plain, policy_config
 

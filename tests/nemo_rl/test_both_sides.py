@@ -78,8 +78,13 @@ class Nemo(both.Sides):
     def __init__(self, checkout: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.checkout, self.folder, self.monkeypatch = checkout, folder, monkeypatch
 
-    def job(self, trainer: str, rollout: str, *more: str) -> tuple[str, ...]:
+    def job(self, trainer: str, rollout: str, *more: str, **model: str) -> tuple[str, ...]:
         written = (f"{KEY}={rollout}",) if rollout else ()
+        if model:
+            path = self.folder / "model"
+            path.mkdir()
+            (path / "config.json").write_text(json.dumps(model))
+            written += (f"policy.model_name={path}",)
         return (f"policy.precision={both.DTYPES[trainer]}", *written, *more)
 
     def read(self, *words: str, path: str = GRPO) -> Any:
@@ -112,7 +117,7 @@ def sides(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ne
     return Nemo(checkout, tmp_path, monkeypatch)
 
 
-class TestBothSides(both.BothSides, both.Names, both.Planned):
+class TestBothSides(both.BothSides, both.Names, both.Planned, both.NoHead):
     pass
 
 
@@ -134,14 +139,6 @@ def test_a_ray_actor_gets_what_the_driver_wrote(
         assert len(made["told"]) == ((policy, computes) == both.LOST), job
 
 
-def test_the_rollout_has_the_policys_dtype_by_itself(shim: Any, sides: Nemo) -> None:
-    """The YAML's rollout dtype is an interpolation of ``policy.precision``."""
-    shim(strict=True)
-    found = sides.start(sides.job("fp16", ""))
-    assert (sides.handed(found.made), found.told) == ("float16", [])
-    assert found.notes == [f"rollout: rollout-agreement: {sides.beside('fp16', 'fp16')} ({KEY})"]
-
-
 def test_strict_ends_before_a_worker_is_started_and_a_file_is_written(
     shim: Any, sides: Nemo
 ) -> None:
@@ -152,42 +149,52 @@ def test_strict_ends_before_a_worker_is_started_and_a_file_is_written(
     assert (Rollout.config, list(sides.folder.iterdir())) == (None, [])
 
 
-@pytest.mark.parametrize(("policy", "rollout"), [("bf16", "auto"), ("fp16", "FP8")])
-def test_what_is_no_dtype_stays(shim: Any, sides: Nemo, policy: str, rollout: str) -> None:
-    needed = "loss_fn.use_importance_sampling_correction=true"  # NeMo-RL requires it with fp8
-    shim(settings=both.FOLLOW if rollout == "FP8" else {})  # fp8 weights do not follow
-    found = sides.start(sides.job(policy, rollout, needed))
-    assert (sides.handed(found.made), found.told) == (rollout.lower(), [])
-    what = "fp8" if rollout == "FP8" else "the checkpoint's dtype"
-    assert found.chosen == {"rollout": f"{what} beside the policy's {policy}"}
-    if rollout == "FP8":
-        beside = "beside which NeMo-RL gives vLLM bfloat16: its weights are rounded"
-        assert beside in found.notes[0]
+NEEDED = "loss_fn.use_importance_sampling_correction=true"  # NeMo-RL requires it with fp8
+KWARGS, VLLM = "policy.generation.vllm_kwargs", "policy.generation.vllm_cfg"
+QUANTIZED = f"{KWARGS}.quantization=fp8"
+AUTO, FP8 = "the checkpoint's dtype beside the policy's", "fp8 beside the policy's fp16"
+AWAY = "not known here: vllm is not installed in this environment"  # but in the rollout's alone
 
 
-def test_vllms_own_quantisation(shim: Any, sides: Nemo) -> None:
-    key = "policy.generation.vllm_kwargs.quantization=fp8"
-    shim(strict=True)
-    found = sides.start(sides.job("fp16", "bf16", f"++{key}"))
-    assert (found.told, found.chosen) == ([], {"rollout": "fp8 beside the policy's fp16"})
-    assert f"({key}: " in found.notes[0]
+@both.each(
+    # The YAML's rollout dtype is an interpolation of ``policy.precision``.
+    by_itself=both.Row("fp16 -", "fp16, as the policy", because=f"({KEY})"),
+    auto=both.Row("bf16 auto", f"{AUTO} bf16", handed="auto"),
+    slow_auto=both.Row("fp16 auto", f"{AUTO} fp16", handed="auto"),
+    fp8_does_not_follow=both.Row(
+        f"fp16 FP8 {NEEDED}",
+        FP8,
+        handed="fp8",
+        follow="",
+        because="beside which NeMo-RL gives vLLM bfloat16: its weights are rounded",
+    ),
+    quantized=both.Row(f"fp16 bf16 ++{QUANTIZED}", FP8, handed="bfloat16", because=f"({QUANTIZED}"),
+    slow_in_fewer_bits=both.Row(
+        f"bf16 bf16 ++{KWARGS}.kv_cache_dtype=fp8 ++{KWARGS}.quantization=awq",
+        "bf16 with awq weights and fp8 KV cache beside the policy's bf16",
+    ),
+)
+class TestRows(both.Rows):
+    planned = True
 
 
-@pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "")])
-def test_auto_is_what_vllm_makes_of_the_checkpoint(
-    shim: Any, sides: Nemo, tmp_path: Path, stored: str, takes: str
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "torch_dtype": stored}))
-    shim()
-    found = sides.start(sides.job("fp16", "auto", f"policy.model_name={model}"))
-    assert sides.handed(found.made) == "auto"
-    unknown = "the checkpoint's dtype beside the policy's fp16"
-    assert found.chosen == {"rollout": sides.beside("fp16", takes) if takes else unknown}
-    if not takes:  # vLLM is in the rollout's environment alone
-        assert "not known here: vllm is not installed in this environment" in found.notes[0]
-    assert found.told == []
+@both.each(
+    auto_of_fp16=both.Row(
+        "fp16 auto",
+        "fp16, as the policy",
+        handed="auto",
+        model={"model_type": "qwen2", "torch_dtype": "float16"},
+    ),
+    auto_of_fp32=both.Row(
+        "fp16 auto",
+        f"{AUTO} fp16",
+        handed="auto",
+        because=AWAY,
+        model={"model_type": "qwen2", "torch_dtype": "float32"},
+    ),
+)
+class TestACheckpointsDtype(both.Rows):
+    pass
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -232,7 +239,7 @@ def test_a_wrong_name(shim: Any, name: object) -> None:
             complete(generation(name), is_eval=is_eval)
         text = str(raised.value)
         assert text.startswith("nemo-rl 0.")
-        assert f": {key}={name!r} is no dtype that a rollout engine computes in" in text
+        assert f": {key}={name!r} is not a dtype that this key takes" in text
         assert "auto, fp8. Correct" in text
 
 
@@ -247,40 +254,45 @@ def test_a_second_dtype_for_vllm(shim: Any) -> None:
 # -- SGLang ------------------------------------------------------------------------------------
 
 
-def without_dtype(config: Any) -> Any:
-    setting_up.policy_of(config)["generation"]["sglang_cfg"].pop("dtype", None)
-    return config
+class Sglang(Nemo):
+    """The same of a job whose rollout is SGLang, and whose key of the dtype may be left out."""
 
-
-@pytest.mark.slow
-@needs_sglang
-@pytest.mark.parametrize("rollout", ["bf16", ""])
-@both.each_setting
-def test_sglangs_key_may_be_left_out(shim: Any, sides: Nemo, rollout: str, follow: bool) -> None:
     key = "policy.generation.sglang_cfg.dtype"
-    words = ("policy.precision=float16", f"{key}={rollout or 'auto'}")
-    config = sides.read(*words, path=SGLANG)
-    if not rollout:
-        without_dtype(config)
-    shim(settings=both.FOLLOW if follow else {})
-    sides.run = sides.set_up  # type: ignore[method-assign]
-    found = sides.start(config)
-    if follow:
-        before = "bfloat16" if rollout else "not set"
-        assert found.chosen == {
-            "dtype keys": f"{key}: {before} -> float16",
-            "rollout": sides.beside("fp16", "fp16"),
-        }
-        assert (found.made["sglang_cfg"]["dtype"], found.told) == ("float16", [])
-        return
-    assert len(found.told) == bool(rollout)  # without the key, SGLang's choice is not known
-    if rollout:
-        assert found.chosen == {"rollout": sides.beside("fp16", "bf16")}
-        assert found.made["sglang_cfg"]["dtype"] == "bfloat16"
-    else:
-        assert found.chosen == {"rollout": "the checkpoint's dtype beside the policy's fp16"}
-        assert f"({key} is left out: " in found.notes[0]
-        assert "dtype" not in found.made["sglang_cfg"]
+
+    def job(self, trainer: str, rollout: str, *more: str, **model: str) -> tuple[str, ...]:
+        written = f"{self.key}={rollout}" if rollout else f"~{self.key}"
+        return (f"policy.precision={both.DTYPES[trainer]}", written)
+
+    def run(self, job: tuple[str, ...]) -> Any:
+        return self.set_up(self.read(*job, path=SGLANG))
+
+    def handed(self, made: Any) -> str:
+        return str(made["sglang_cfg"].get("dtype"))
+
+    def line(self, job: tuple[str, ...], path: str = SGLANG) -> tuple[str, ...]:
+        return super().line(job, path)
+
+
+@needs_sglang
+@both.each(
+    slow_bf16=both.Row("fp16 bf16", "bf16 beside the policy's fp16", ("the rollout in bf16",)),
+    slow_follow=both.Row(
+        "fp16 bf16", "fp16, as the policy", follow=f"{Sglang.key}: bfloat16 -> float16"
+    ),
+    # Without the key, SGLang's choice is not known.
+    slow_left_out=both.Row(
+        "fp16 -", f"{AUTO} fp16", handed="None", because=f"({Sglang.key} is left out: "
+    ),
+    slow_left_out_and_follow=both.Row(
+        "fp16 -", "fp16, as the policy", follow=f"{Sglang.key}: not set -> float16"
+    ),
+)
+class TestSglang(both.Rows):
+    planned = True
+
+    @pytest.fixture
+    def sides(self, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sglang:
+        return Sglang(checkout, tmp_path, monkeypatch)
 
 
 # -- other loops -------------------------------------------------------------------------------
@@ -357,33 +369,13 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(shim: Any, sides: Nemo)
 # -- the plan ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rollout", "follow"), [("auto", False), ("fp8", True)])
-def test_the_plan_says_what_the_driver_says_of_no_dtype(
-    shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, rollout: str, follow: bool
-) -> None:
-    given = sides.job("fp16", rollout)
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
-    planned = both.of_plan(sides.line(given))
-    config = sides.read(*given)
-    policy = setting_up.policy_of(config)
-    shim(settings=both.FOLLOW if follow else {})
-    policy["generation"] = complete(policy["generation"])
-    found = begun(sides, "grpo", config)
-    assert planned == (found.told, found.notes)
-
-
-@pytest.mark.slow
-@needs_sglang
-@both.each_setting
-def test_the_plan_of_sglang_without_the_key(
-    sides: Nemo, monkeypatch: pytest.MonkeyPatch, follow: bool
-) -> None:
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow" if follow else "tell")
-    given = ("policy.precision=float16", "~policy.generation.sglang_cfg.dtype")
-    problems, notes = both.of_plan(sides.line(given, SGLANG))
-    assert problems == []  # without the key, SGLang's choice is not known
-    assert ("PRECISION_SHIM_ROLLOUT=follow" in notes[-1]) is follow
+def test_the_plan_tells_that_vllm_keeps_its_cache_in_fp8_too(sides: Nemo) -> None:
+    """NeMo-RL allows it only with Megatron."""
+    job = sides.job("bf16", "fp8", f"++{VLLM}.kv_cache_dtype=fp8_e4m3")
+    _, (note,) = both.of_plan(sides.line((*job, f"++{KWARGS}.kv_cache_dtype=auto")))
+    with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
+    assert note.startswith(f"rollout: rollout-agreement: {with_it} ({VLLM}.precision=fp8, ")
+    assert f"{VLLM}.kv_cache_dtype=fp8_e4m3" in note
 
 
 def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
@@ -432,45 +424,3 @@ def test_the_weights_are_rounded_once(
             assert held[name].dtype is torch.float32
             assert torch.equal(one, held[name].to(one.dtype)), name
     assert len(held) > 10
-
-
-# -- the LM head -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_fp32_head_is_refused(
-    shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Nemo, strict: bool
-) -> None:
-    shim(settings={"head": "fp32"}, strict=strict, export=False)
-    job = ("policy.precision=bfloat16",)
-    if strict:
-        with pytest.raises(UnsupportedPrecisionError, match="does not change the LM heads"):
-            sides.run(job)
-        return
-    found = sides.start(job)
-    (refusal,) = found.told
-    assert "PRECISION_SHIM_HEAD=fp32 is refused" in refusal
-    section = "vllm_cfg" if Version("0.6") > NEMO_RL else "vllm_kwargs"
-    assert not found.made[section]["hf_overrides"]
-    assert not (found.made.get("vllm_kwargs") or {}).get("hf_overrides")
-    monkeypatch.setenv("PRECISION_SHIM_HEAD", "fp32")
-    problems = both.plan_of(sides.line(job))["problems"]
-    assert [f"{one['message']}. {one['remedy']}" for one in problems] == [refusal]
-
-
-def test_the_plan_tells_what_vllm_keeps_in_fewer_bits(sides: Nemo) -> None:
-    kwargs = "++policy.generation.vllm_kwargs"
-    given = (f"{kwargs}.kv_cache_dtype=fp8", f"{kwargs}.quantization=awq")
-    _, (note,) = both.of_plan(sides.line(given))
-    with_it = "bf16 with awq weights and fp8 KV cache beside the policy's bf16"
-    assert note.startswith(f"rollout: rollout-agreement: {with_it} (")
-    vllm = "policy.generation.vllm_cfg"
-    given = (
-        f"{vllm}.precision=fp8",
-        f"++{vllm}.kv_cache_dtype=fp8_e4m3",
-        f"{kwargs}.kv_cache_dtype=auto",
-    )
-    _, (note,) = both.of_plan(sides.line(given))
-    with_it = "fp8 with fp8_e4m3 KV cache beside the policy's bf16"
-    assert note.startswith(f"rollout: rollout-agreement: {with_it} ({vllm}.precision=fp8, ")
-    assert f"{vllm}.kv_cache_dtype=fp8_e4m3" in note

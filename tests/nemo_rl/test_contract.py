@@ -15,7 +15,7 @@ from packaging.version import Version
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import resolve
 from precision_shim.seams._source import looking_at
-from precision_shim_adapters.nemo_rl.training.megatron import read_requested
+from precision_shim_adapters.nemo_rl.config import read_requested
 from precision_shim_adapters.nemo_rl.training.workers import POLICIES, VALUE
 from precision_shim_tools.predicted import predict_seams
 
@@ -25,6 +25,7 @@ from ..every_framework.checkpoint_doctor import hold_groups
 from ..every_framework.mutants import Sources
 from ..every_framework.newest import on_the_newest
 from ..every_framework.requested_configs import Case
+from ..every_framework.taken_out import Seams
 from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
 from ..processes.rank_server import Ranks
 from .megatron import support as on_megatron
@@ -80,10 +81,10 @@ class TestWorker(contract.Worker):
 class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
     OPEN = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer", "adam_beta2")
-    """Keys in NeMo-RL's YAML files that ``wishes_of`` omits, unless the case sets them."""
+    """Keys in NeMo-RL's YAML files that ``requested_of`` omits, unless the case sets them."""
 
     @pytest.fixture
-    def wishes_of(self, model: Path) -> Callable[[Case], Any]:
+    def requested_of(self, model: Path) -> Callable[[Case], Any]:
         def read(case: Case) -> Any:
             assert set(self.OPEN) <= set(on_megatron.OPTIMIZER)
             precision = str(case.dtype).removeprefix("torch.")
@@ -97,6 +98,11 @@ class TestRequestedConfigs(contract.RequestedConfigs):
             return read_requested(config, "policy", megatron_fsdp=False, trains=True)
 
         return read
+
+
+@pytest.mark.usefixtures("cpu")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 class TestJob(contract.Job):

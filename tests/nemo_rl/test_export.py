@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
 from packaging.version import Version
 
-import precision_shim
 from precision_shim_adapters.nemo_rl.audit.optimizers import AuditedWorker
 from precision_shim_adapters.nemo_rl.training.dtensor import ScaledWorker
 
@@ -21,41 +19,6 @@ from .cpu import nemo_rl_on_cpu
 from .support import NAMES, NEMO_RL, actor_class, batch, each_kind, nll_loss, plain, scaler_of
 
 CLIPS = ("nemo_rl.models.dtensor.parallelize", "nemo_automodel.components.training.utils")
-
-
-def contents(kind: str) -> dict[str, dict[str, Any]]:
-    module, _, name = NAMES[kind].partition(":")
-    spaces = {one: dict(vars(importlib.import_module(one))) for one in (module, *CLIPS)}
-    implementation = getattr(importlib.import_module(module), f"{name}Impl", None)
-    if implementation is not None:
-        spaces[implementation.__name__] = dict(vars(implementation))
-    return spaces
-
-
-def changed(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> set[str]:
-    return {
-        f"{space}:{name}"
-        for space in before
-        for name in before[space].keys() | after[space].keys()
-        if before[space].get(name, before) is not after[space].get(name, before)
-    }
-
-
-@each_kind
-def test_in_and_out_leaves_nothing_behind(kind, shim) -> None:
-    with nemo_rl_on_cpu():
-        before = contents(kind)
-    for _ in range(2):
-        shim()
-        module, _, name = NAMES[kind].partition(":")
-        assert f"{module}:{name}" in changed(before, contents(kind))
-        states = {
-            seam.target: seam.state for seam in precision_shim.status().frameworks["nemo-rl"].seams
-        }
-        assert states[NAMES[kind]] == "wrapped"
-        assert not {"refused"} & set(states.values())
-        precision_shim.uninstall()
-        assert not changed(before, contents(kind))
 
 
 @each_kind

@@ -63,7 +63,7 @@ def asked(world: int = 64, **requested: Any) -> MegatronModel:
 
 
 def request(*models: Any, world: int = 64) -> Request:
-    return Request("toy", "1.0", world, models, megatron=True)
+    return Request("toy", "1.0", world, models)
 
 
 LINE = ["python", "-m", "toytrainer.main", "a=1"]

@@ -15,9 +15,10 @@ from packaging.version import Version
 
 from precision_shim.errors import PlanError
 from precision_shim_adapters.megatron.installed import needs_gather
-from precision_shim_adapters.verl.training import fsdp
+from precision_shim_adapters.verl import config as verls
 
 from ..every_framework import in_force
+from ..every_framework.walks import walking
 from ..processes.commands import command, python
 from .models import QWEN3_30B_A3B
 from .rows import (
@@ -271,7 +272,7 @@ def test_verls_other_engines(model: Path) -> None:
     sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
     code, plan = planned("--", "PRECISION_SHIM_ROLLOUT=follow", *sft, "engine.mp_param_dtype=fp16")
     assert any("PRECISION_SHIM_ROLLOUT=follow has no effect" in note for note in plan["notes"])
-    because = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
+    because = "mp_param_dtype is float16, and verl's automodel engine has no loss scaler"
     assert (code, scaling(plan)) == (0, [(OURS, because)])
     ddp = "engine.distributed_strategy=ddp"
     code, plan = planned("--", *sft, "engine.mp_param_dtype=fp16", ddp)
@@ -291,7 +292,7 @@ def test_verls_veomni_engine(model: Path) -> None:
     others = ("rollout.dtype", "ref.veomni.dtype")
     both = (*actor, *(f"++actor_rollout_ref.{one}=float16" for one in others))
     code, plan = planned("--", *VERL, *both, half)
-    because = "dtype is float16, and verl's VeOmni engine has no loss scaler"
+    because = "dtype is float16, and verl's veomni engine has no loss scaler"
     assert (code, scaling(plan), scaling(plan, 1)) == (0, [(OURS, because)], [])
     (part,) = plan["models"][0]["after"][0]["parts"]
     kept = {name: one["dtypes"] for name, one in part["components"].items()}
@@ -324,7 +325,8 @@ def test_verls_fsdp_turbo_engine(model: Path) -> None:
         assert plan["models"][0]["reduces"] == told
     both = (f"{key}=fp16", "actor_rollout_ref.rollout.dtype=float16")
     code, plan = planned("--", *VERL, *actor, *both)
-    because = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
+    own = key.partition("fsdp_config.")[2]
+    because = f"{own} is float16, and verl's fsdp_turbo engine has no loss scaler"
     assert (code, scaling(plan), plan["models"][0]["reduces"]) == (0, [(OURS, because)], "fp32")
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
@@ -443,6 +445,18 @@ def test_skyrl(model: Path) -> None:
 
 
 # -- NeMo-RL -----------------------------------------------------------------------------------
+
+
+@needs("nemo_rl")
+def test_the_walk_of_a_plan(tmp_path: Path) -> None:
+    """Of a second plan: what the first one imports is no part of the walk."""
+    (tmp_path / "job.yaml").write_text(NEMO_RL.format(model=tmp_path))
+    job = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(tmp_path / "job.yaml"))
+    words = ("plan", "--parameters", "7.6B", "--", *job)
+    command(*words)
+    with walking("A plan"):
+        ended = command(*words)
+    assert ended.code == 0, ended.err
 
 
 @needs("nemo_rl")
@@ -608,7 +622,7 @@ def test_an_engines_defaults_are_not_written() -> None:
     for file in files:
         for strategy in (file.stem, "fsdp2", "fsdp_turbo"):
             config = OmegaConf.to_container(OmegaConf.load(file))
-            asked = list(fsdp.written(config, strategy))
+            asked = list(verls.ModelConfig(config, strategy).written())
             assert asked == [], (file.stem, strategy)
 
 
@@ -861,10 +875,8 @@ def test_verls_sections_without_keys() -> None:
 @pytest.mark.parametrize("place", ["fsdp_config", "model.fsdp_config"])
 def test_verls_critic_is_read_where_the_release_has_its_engine(place: str) -> None:
     """verl 0.7.1 has the critic's FSDP section in ``critic.model``."""
-    from precision_shim_tools.plan.verl import sections
-
     section: dict[str, object] = {"model_dtype": "bf16"}
     for name in reversed(place.split(".")):
         section = {name: section}
-    read = sections.of_role("critic", "critic", section, {}, "")
+    read = verls.of_role(section, "critic")
     assert (read.engine_key, read.engine) == (f"critic.{place}", {"model_dtype": "bf16"})

@@ -11,8 +11,7 @@ import torch
 
 from precision_shim.adapting import look
 from precision_shim_adapters.common.ray_actors import plain_class
-from precision_shim_adapters.nemo_rl.training.dtensor import TRAIN
-from precision_shim_adapters.nemo_rl.training.workers import DTENSOR
+from precision_shim_adapters.nemo_rl.training.workers import DTENSOR, TRAIN
 from precision_shim_tools.testing import megatron_on_cpu, model_parallel
 
 

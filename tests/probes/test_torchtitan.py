@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from precision_shim_adapters.torchtitan.training.trainers import OWN_NAMES
+from precision_shim_adapters.torchtitan.config import OWN_NAMES
 
 
 class Steps:

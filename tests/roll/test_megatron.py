@@ -15,7 +15,7 @@ from precision_shim_adapters.roll import adapter
 from precision_shim_tools.testing import measure_bytes
 
 from ..every_framework.checkpoint_doctor import ask
-from ..every_framework.taken_out import leaves_nothing_behind, refused_whole
+from ..every_framework.taken_out import Seams, refused_whole
 from .driving import OVERFLOW, Trainer, skipped
 
 On = Callable[..., Any]
@@ -162,8 +162,8 @@ def test_the_doctor_knows_its_checkpoint(
 # -- installing and removing -------------------------------------------------------------------
 
 
-def test_taken_out_it_leaves_nothing_behind(on: On) -> None:
-    leaves_nothing_behind(on, "roll")
+class TestSeams(Seams):
+    pass
 
 
 def test_a_version_without_a_symbol_is_refused_whole(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,11 @@ def notes_of_decisions() -> list[str]:
 # -- tell and follow -----------------------------------------------------------------------------
 
 
+AGREED, LOST = "fp16, as the policy", "bf16 beside the policy's fp16"
+LOW, HIGH = "bf16, as the policy", "fp16 beside the policy's bf16"
+AGREE = {"ref": AGREED, "rollout": AGREED}
+
+
 def _model(path: Path) -> tuple[str, ...]:
     return (f"trainer.policy.model.path={path}",)
 
@@ -127,50 +133,21 @@ class OnMegatron(both.Sides):
         return line(*job)
 
 
+class OnFsdp(OnMegatron):
+    """The same of a job on FSDP, whose checkpoint's config a row may have."""
+
+    def job(self, trainer: str, rollout: str, *more: str, **model: str) -> tuple[str, ...]:
+        written = (f"{KEY}={rollout}",) if rollout else ()
+        if model:
+            (self.checkpoint / "config.json").write_text(json.dumps(model))
+            written += _model(self.checkpoint)
+        return on_fsdp(trainer, *written, *more)
+
+
 class TestBothSides(both.BothSides, both.Names, both.Planned):
     @pytest.fixture
     def sides(self, checkpoints: dict[str, Path]) -> OnMegatron:
         return OnMegatron(checkpoints["bfloat16"])
-
-
-@both.each_setting
-@pytest.mark.parametrize(
-    ("policy", "rollout", "ref"),
-    [("fp16", "fp16", "fp16"), ("fp16", "bf16", None), ("bf16", "fp16", "fp16"), ("fp32",) * 3],
-)
-def test_on_fsdp(
-    shim: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    rollout: str,
-    ref: str | None,
-    follow: bool,
-) -> None:
-    """SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16."""
-    from precision_shim_adapters.skyrl.training.dtype_keys import mixed_dtypes
-
-    written = () if ref is None else (f"{REF}={ref}",)
-    words = on_fsdp(policy, f"{KEY}={rollout}", *written)
-    shim(settings={"rollout": "follow"} if follow else {}, export=False)
-    config, warnings_ = both.watched(lambda: validated(*words))
-    really = "fp16" if policy == "fp16" else "bf16"
-    computes = really if follow else rollout
-    reference = really if follow else "fp16" if ref == "fp16" else "bf16"
-    assert engine_dtype(config) == both.DTYPES[computes]
-    found = told()
-    assert (found["rollout"] == f"{really}, as the policy") == (computes == really)
-    assert (found["ref"] == f"{really}, as the policy") == (reference == really)
-    assert ("policy" in found) == (policy == "fp32")
-    keys = [one.partition(": ")[0] for one in found.get("dtype keys", "").split("; ")]
-    assert (KEY in keys) == (follow and rollout != really)
-    lost = [one for one in (reference, computes) if (really, one) == ("fp16", "bf16")]
-    assert len(warnings_) == len(lost)
-    dtypes = mixed_dtypes(config.trainer.ref.fsdp_config)
-    assert name_of(dtypes["param_dtype"]) == ("fp32" if ref == "fp32" else reference)
-    assert dtypes["reduce_dtype"] is torch.float32
-    if follow:
-        monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
-    assert planned(*words) == (warnings_, notes_of_decisions())
 
 
 def test_follow_keeps_the_other_dtypes_of_the_reference_model(shim: Any) -> None:
@@ -213,14 +190,6 @@ def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
     assert len(messages) == 1
     precision_shim.uninstall()
     assert main_base.validate_cfg is plain
-
-
-def test_strict(shim: Any) -> None:
-    shim(strict=True, export=False)
-    words = on_fsdp("fp16", f"{KEY}=fp16")
-    with pytest.raises(UnsupportedPrecisionError, match=f"Write {REF}=float16"):
-        validated(*words)
-    validated(*words, f"{REF}=fp16")
 
 
 def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
@@ -291,7 +260,7 @@ def test_what_is_said_of_fsdp_is_what_a_worker_computes_in(
 def test_what_is_said_of_megatron_is_what_a_worker_builds(
     fused_adam: str, checkpoints: dict[str, Path], shim: Any, dtype: str, bf16: str, on: bool
 ) -> None:
-    from precision_shim_adapters.skyrl.rollout.dtypes import megatron_dtype
+    from precision_shim_adapters.skyrl.config import megatron_dtype
 
     if on:
         shim(export=False)
@@ -315,24 +284,22 @@ def test_a_checkpoint_elsewhere(shim: Any) -> None:
     assert told() == {"rollout": "not compared with the policy"}
 
 
-def test_a_reference_model_on_megatron(
-    checkpoints: dict[str, Path], shim: Any, fused_adam: str
-) -> None:
-    key = "trainer.ref.megatron_config.transformer_config_kwargs.fp16"
-    words = on_megatron(checkpoints["bfloat16"], "fp16", f"{KEY}=half")
-    shim(export=False)
-    assert both.watched(lambda: validated(*words))[1] == []
-    assert told()["ref"] == "fp32 beside the policy's fp16"
-    precision_shim.uninstall()
-    shim(export=False)
-    assert both.watched(lambda: validated(*words, f"{key}=true"))[1] == []
-    assert told()["ref"] == "fp16, as the policy"
-    precision_shim.uninstall()
-    shim(settings={"rollout": "follow"}, export=False)
-    config, messages = both.watched(lambda: validated(*words))
-    assert messages == []
-    assert config.trainer.ref.megatron_config.transformer_config_kwargs["fp16"] is True
-    assert told()["dtype keys"] == f"{key}: not set -> true"
+KL, KWARGS = (
+    NO_REF.replace("false", "true"),
+    "trainer.ref.megatron_config.transformer_config_kwargs",
+)
+
+
+@pytest.mark.usefixtures("fused_adam")
+@both.each(
+    of_its_own=both.Row(f"fp16 half {KL}", {**AGREE, "ref": "fp32 beside the policy's fp16"}),
+    in_fp16=both.Row(f"fp16 half {KL} {KWARGS}.fp16=true", AGREE),
+    follow=both.Row(f"fp16 half {KL}", AGREE, follow=f"{KWARGS}.fp16: not set -> true"),
+)
+class TestAReferenceModelOnMegatron(both.Rows):
+    @pytest.fixture
+    def sides(self, checkpoints: dict[str, Path]) -> OnMegatron:
+        return OnMegatron(checkpoints["bfloat16"])
 
 
 def test_a_reference_model_on_megatron_follows_a_bf16_policy(
@@ -343,7 +310,7 @@ def test_a_reference_model_on_megatron_follows_a_bf16_policy(
     shim(settings={"rollout": "follow"}, export=False)
     config = validated(*words)
     assert told()["ref"] == "bf16, as the policy"
-    from precision_shim_adapters.skyrl.rollout.dtypes import megatron_dtype
+    from precision_shim_adapters.skyrl.config import megatron_dtype
 
     assert megatron_dtype(config.trainer, "ref", lambda *_: True) is torch.bfloat16
 
@@ -430,59 +397,91 @@ def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str) -
 # -- engines with their own dtype keys -----------------------------------------------------------
 
 
-def test_engine_init_kwargs_go_over_the_key(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = on_fsdp("fp16", f"{OVER}.dtype=BF16", f"{REF}=fp16", f"{KEY}=half")
-    shim(export=False)
-    config, messages = both.watched(lambda: validated(*words))
-    assert engine_dtype(config) == "bfloat16"
-    assert len(messages) == 1
-    assert f"Write {OVER}.dtype=float16" in messages[0]
-    assert planned(*words) == (messages, notes_of_decisions())
-    precision_shim.uninstall()
-    shim(settings={"rollout": "follow"}, export=False)
-    config, messages = both.watched(lambda: validated(*words))
-    engines = config.generator.inference_engine
-    assert (messages, engine_dtype(config), engines.model_dtype) == ([], "float16", "float16")
-    assert told()["dtype keys"] == f"{OVER}.dtype: bfloat16 -> float16"
-    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
-    assert planned(*words) == (messages, notes_of_decisions())
+IN_FP16 = f"{REF}=fp16"
+SENT = "weights go out in"
+FP8 = "fp8 beside the policy's fp16"
+URLS = (
+    "generator.inference_engine.external_proxy_url=http://a:2 "
+    "generator.inference_engine.external_server_urls=['http://a:1'] "
+    "trainer.placement.colocate_all=false"
+)
 
 
-def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(shim: Any) -> None:
-    """Without the shim SkyRL would round weights to bf16 before sending them to an fp16 engine."""
-    words = on_fsdp("fp16", f"{OVER}.dtype=half", f"{REF}=fp16")
-    shim(export=False)
-    config, messages = both.watched(lambda: validated(*words))
-    assert messages == []
-    assert engine_dtype(config) == config.generator.inference_engine.model_dtype == "float16"
-    assert planned(*words) == ([], notes_of_decisions())
-    assert told()["rollout"] == "weights go out in fp16"
-    decision = precision_shim.status().decisions[-1]
-    assert decision.because == f"{KEY}: bfloat16 -> float16"
+@both.each(
+    all_in_fp16=both.Row(f"fp16 fp16 {IN_FP16}", AGREE),
+    all_in_fp16_follow=both.Row(f"fp16 fp16 {IN_FP16}", AGREE, follow=""),
+    lost=both.Row("fp16 bf16", {"ref": LOST, "rollout": LOST}, (f"Write {REF}=float16", KEY)),
+    lost_and_follow=both.Row(
+        "fp16 bf16", AGREE, follow=f"{REF}: not set -> float16; {KEY}: bfloat16 -> float16"
+    ),
+    bf16=both.Row(f"bf16 fp16 {IN_FP16}", {"ref": HIGH, "rollout": HIGH}),
+    bf16_follow=both.Row(
+        f"bf16 fp16 {IN_FP16}",
+        {"ref": LOW, "rollout": LOW},
+        follow=f"{REF}: fp16 -> bfloat16; {KEY}: float16 -> bfloat16",
+    ),
+    # SkyRL's autocast makes a policy or a reference model in fp32 compute in bf16.
+    autocast=both.Row(
+        f"fp32 fp32 {REF}=fp32",
+        {"policy": "bf16", "ref": LOW, "rollout": "fp32 beside the policy's bf16"},
+    ),
+    autocast_and_follow=both.Row(
+        f"fp32 fp32 {REF}=fp32",
+        {"policy": "bf16", "ref": LOW, "rollout": LOW},
+        follow=f"{KEY}: float32 -> bfloat16",
+    ),
+    over_the_key=both.Row(
+        f"fp16 half {OVER}.dtype=BF16 {IN_FP16}",
+        {"ref": AGREED, "rollout": f"{SENT} bf16"},
+        (f"Write {OVER}.dtype=float16",),
+        "bfloat16",
+    ),
+    follow=both.Row(
+        f"fp16 half {OVER}.dtype=BF16 {IN_FP16}", AGREE, follow=f"{OVER}.dtype: bfloat16 -> float16"
+    ),
+    # SkyRL itself would round weights to bf16 before sending them to an fp16 engine.
+    weights_go_out_in_its_dtype=both.Row(
+        f"fp16 - {OVER}.dtype=half {IN_FP16}",
+        {"ref": AGREED, "rollout": f"{SENT} fp16"},
+        handed="float16",
+        because=f"({KEY}: bfloat16 -> float16)",
+    ),
+    auto_of_fp16=both.Row(
+        f"fp16 - {OVER}.dtype=auto {NO_REF}",
+        f"{SENT} fp16",
+        handed="auto",
+        because=f"rollout: rollout-agreement: {AGREED} (",
+        model={"model_type": "qwen2", "torch_dtype": "float16"},
+    ),
+    auto_of_fp32=both.Row(
+        f"fp16 fp16 {OVER}.dtype=auto {NO_REF}",
+        f"{SENT} bf16",
+        ("the rollout in bf16",),
+        "auto",
+        because=f"rollout: rollout-agreement: {LOST} (",
+        model={"model_type": "qwen2", "torch_dtype": "float32"},
+    ),
+    fp8=both.Row(f"fp16 - {OVER}.quantization=fp8 {NO_REF}", FP8, handed="bfloat16", follow=""),
+    servers_that_run_already=both.Row(
+        f"fp16 - {URLS} {NO_REF}",
+        LOST,
+        ("if the servers that run already were started so",),
+        follow="",
+    ),
+    refused=both.Row(
+        f"fp16 fp16 {NO_REF}",
+        "fp16",
+        ("refuses to run gemma2 in fp16",),
+        model={"model_type": "gemma2"},
+    ),
+)
+class TestRows(both.Rows):
+    planned = True
 
-
-@pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "bf16")])
-def test_auto_is_what_vllm_makes_of_the_checkpoint(
-    shim: Any,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stored: str,
-    takes: str,
-) -> None:
-    plant_choices(tmp_path, monkeypatch)
-    words = on_fsdp("fp16", f"{OVER}.dtype=auto", f"{REF}=fp16", *_model(checkpoints[stored]))
-    shim(export=False)
-    config, messages = both.watched(lambda: validated(*words))
-    assert engine_dtype(config) == "auto"
-    agrees = takes == "fp16"
-    same, other = "fp16, as the policy", f"{takes} beside the policy's fp16"
-    line = f"rollout: rollout-agreement: {same if agrees else other} ("
-    assert any(one.startswith(line) for one in notes_of_decisions())
-    assert len(messages) == (0 if agrees else 1)
-    # Weights are sent in the dtype in which the engine computes.
-    assert config.generator.inference_engine.model_dtype == both.DTYPES[takes]
-    assert planned(*words) == (messages, notes_of_decisions())
+    @pytest.fixture
+    def sides(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnFsdp:
+        plant_choices(tmp_path / "engines", monkeypatch)
+        return OnFsdp(tmp_path)
 
 
 def test_a_wrong_name_in_engine_init_kwargs(shim: Any) -> None:
@@ -491,37 +490,6 @@ def test_a_wrong_name_in_engine_init_kwargs(shim: Any) -> None:
     with pytest.raises(DtypeError, match=rf"{OVER}\.dtype='fp61'"):
         validated(*words)
     assert _dtype_problems(*words) == [f"{OVER}.dtype"]
-
-
-def test_an_fp8_rollout_is_told(shim: Any) -> None:
-    shim(strict=True, settings={"rollout": "follow"}, export=False)
-    config = validated(*on_fsdp("fp16", f"{OVER}.quantization=fp8"))
-    assert told()["rollout"] == "fp8 beside the policy's fp16"
-    assert engine_dtype(config) == "bfloat16"
-
-
-def test_servers_that_run_already_do_not_follow(shim: Any) -> None:
-    shim(settings={"rollout": "follow"}, export=False)
-    urls = "generator.inference_engine.external_server_urls=['http://a:1']"
-    words = on_fsdp("fp16", "generator.inference_engine.external_proxy_url=http://a:2", urls)
-    config, messages = both.watched(
-        lambda: validated(*words, "trainer.placement.colocate_all=false")
-    )
-    assert config.generator.inference_engine.model_dtype == "bfloat16"
-    assert "if the servers that run already were started so" in messages[0]
-
-
-def test_a_model_that_vllm_refuses_in_fp16(
-    shim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant_choices(tmp_path / "engines", monkeypatch)
-    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
-    words = (*on_fsdp("fp16", f"{KEY}=fp16", NO_REF), *_model(tmp_path))
-    shim(export=False)
-    _, messages = both.watched(lambda: validated(*words))
-    assert len(messages) == 1
-    assert "refuses to run gemma2 in fp16" in messages[0]
-    assert planned(*words)[0] == messages
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from precision_shim_adapters.skyrl.training.megatron import of_worker
 
 from ..every_framework import contract
 from ..every_framework.requested_configs import Case
+from ..every_framework.taken_out import Seams
 from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
 from ..processes.rank_server import Ranks
 from .conftest import SKYRL
@@ -46,7 +47,7 @@ class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture
-    def wishes_of(self, checkpoints: dict[str, Path]) -> Callable[[Case], Any]:
+    def requested_of(self, checkpoints: dict[str, Path]) -> Callable[[Case], Any]:
         def read(case: Case) -> Any:
             written = [
                 f"{CONFIG}.optimizer_config_kwargs.{key}={value}"
@@ -66,6 +67,11 @@ class TestRequestedConfigs(contract.RequestedConfigs):
             return of_worker(worker, worker.cfg.policy.megatron_config.ddp_config)
 
         return read
+
+
+@pytest.mark.usefixtures("skyrl")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 class TestJob(contract.Job):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning, SeamError
@@ -17,7 +18,9 @@ from precision_shim.errors import PrecisionShimWarning, SeamError
 from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
 from ..every_framework.checkpoint_doctor import ask, verdict
 from ..every_framework.shim_warnings import ours
+from ..every_framework.walks import walking
 from ..processes.kill_points import beside_another_job, kill_points
+from .conftest import SKYRL
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
 ROLES = ("policy", "critic")
@@ -133,6 +136,16 @@ def test_an_overflow_is_skipped_and_shown(make: Any, shim: Any, products: Any, r
     assert math.isfinite(norm)
     assert not torch.equal(before, parameters(worker))
     assert products(worker) == {torch.float16}
+
+
+@pytest.mark.skipif(Version("0.4") > SKYRL, reason="the walk is that of SkyRL 0.4")
+def test_the_walk_of_an_overflow(make: Any, shim: Any) -> None:
+    shim(settings={"loss_scale_init": 256})
+    worker = make()
+    seed = settle(worker)
+    with walking("An overflow"):
+        _, norm = train(worker, seed, advantage=1e9)
+    assert not math.isfinite(norm)
 
 
 def test_a_step_without_clipping(make: Any, shim: Any) -> None:

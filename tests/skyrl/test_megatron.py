@@ -192,7 +192,7 @@ def test_follow_model(make: Any, shim: Any) -> None:
     shim(settings={"optimizer_states": "follow-model"})
     worker = make(BF16, f"{KWARGS}.adam_beta2=0.95")
     config = worker.optimizer.config
-    assert config.use_precision_aware_optimizer, "the default False is no wish of the user's"
+    assert config.use_precision_aware_optimizer, "the default False is no choice of the user's"
     assert bucket(worker) is BF16
     assert config.main_params_dtype is FP32
     live = states(worker)

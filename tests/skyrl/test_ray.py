@@ -71,7 +71,6 @@ strategy = "megatron" if backend == "megatron" else SkyRLTrainConfig().trainer.s
 config = SkyRLTrainConfig.from_cli_overrides([f"trainer.strategy={strategy}"])
 python = os.environ.get("TEST_OWN_PYTHON", os.environ["TEST_WORKER_PYTHON"])
 utils.peer_access_supported = lambda **kwargs: True  # asks for GPUs
-carried = utils.prepare_runtime_environment(config)
 ray.init(
     address="local",
     num_cpus=2,
@@ -81,7 +80,10 @@ ray.init(
     runtime_env={
         "worker_process_setup_hook": "cpu_hook.setup",
         "py_executable": python,
-        "env_vars": {"TEST_BACKEND": backend, **carried},
+        "env_vars": {
+            "TEST_BACKEND": backend,
+            **utils.prepare_runtime_environment(config),
+        },
     },
 )
 
@@ -139,6 +141,7 @@ def look(group):
         ray.get(handle.forward_backward.remote(None))
     except ray.exceptions.RayTaskError as error:
         found["called"] = str(error)
+    carried = ray.get_runtime_context().runtime_env["env_vars"]
     found["carried"] = {k: v for k, v in carried.items() if k.startswith("PRECISION_SHIM")}
     return found
 

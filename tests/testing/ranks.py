@@ -43,6 +43,6 @@ def run(launch: Launch) -> dict[str, Any]:
                 "another": tiny.train(*another, steps=5, world=world, rank=rank),
                 "per_parameter": round(measured.per_parameter, 6),
                 "total": measured.total,
-                "sharded": measured.exp_avg.sharded,
+                "sharded": measured.parts["exp_avg"].sharded,
             }
     return report

@@ -68,7 +68,7 @@ def test_bytes_per_parameter(one_process: Any, mode: str, per_parameter: float) 
     measured = measure_bytes(chunks, optimizer)
     assert measured.per_parameter == per_parameter
     assert measured.trainable == measured.owned == sum(p.numel() for p in chunks[0].parameters())
-    assert measured.data_parallel_size == 1
+    assert measured.data_parallel_sizes == {"model": 1}
     assert measured.total >= per_parameter * measured.trainable
     assert f"{per_parameter:.2f}" in str(measured)
 

@@ -10,6 +10,7 @@ import pytest
 from ..every_framework import contract
 from ..every_framework.checkouts import Told, as_checkout
 from ..every_framework.checkpoint_doctor import hold_groups
+from ..every_framework.taken_out import Seams
 from ..every_framework.upstreams_own import Own, fetch
 from ..processes.rank_server import Ranks
 from .conftest import TORCHTITAN
@@ -62,6 +63,11 @@ class TestWorker(contract.Worker):
     @pytest.fixture
     def server(self, ranks: Ranks) -> Ranks:
         return ranks
+
+
+@pytest.mark.usefixtures("torchtitan")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 class TestJob(contract.Job):

@@ -54,10 +54,8 @@ def test_what_the_trainer_sends(
     assert generator in sent.dtypes
     assert sum(sent.dtypes.values()) == sum(one.numel() for one in pushed.values())
     assert own.dtypes.keys() == {"fp32"}
-    assert sent.exact is not None
-    assert own.exact is not None
-    assert (sent.exact > 0.99) == (generator == "bf16")
-    assert own.exact < 0.5
+    assert sent.exact is (generator == "bf16")
+    assert own.exact is False
     code, said, _ = command("audit", folder)
     assert ("contradiction, rank 0: rollout-dtype: " in said) == (generator == "bf16")
     assert said.count("contradiction") == (generator == "bf16")

@@ -51,7 +51,7 @@ def test_files_of_two_saves_are_refused(ranks: Ranks) -> None:
     shutil.copyfile(*(place / "__1_0.distcp" for place in places))
     assert verdict(places[1], "torchtitan", on=True) == "refused"
     for found in ranks("pretrain", folder=_folder(ranks), first=2, last=3, load=True):
-        assert "the ranks' files are of different saves" in found["error"]
+        assert "the ranks' files hold different loss scaler states" in found["error"]
 
 
 def _folder(ranks: Ranks) -> Any:

@@ -47,8 +47,8 @@ def test_status_and_in_force(shim: Callable[..., Any]) -> None:
 
 def test_the_doctor_says_that_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PRECISION_SHIM_FRAMEWORKS", raising=False)
-    assert NAME not in doctor.examine()["frameworks"]
+    assert NAME not in doctor.examine()[0]["frameworks"]
     monkeypatch.setenv("PRECISION_SHIM_FRAMEWORKS", NAME)
-    found = doctor.examine()
+    found, _ = doctor.examine()
     assert found["frameworks"][NAME]["state"] == "absent"
     assert any(f"names {NAME}, which is not installed" in one for one in found["problems"])

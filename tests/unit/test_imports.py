@@ -131,6 +131,19 @@ def test_no_adapter_imports_another_frameworks():
     assert crossing == set()
 
 
+def test_an_adapter_imports_what_adapting_has_and_the_errors():
+    found = {
+        (name, other)
+        for name in FILES
+        if room(name) in ADAPTERS
+        for other in named(name)
+        if other.partition(".")[0] == "precision_shim"
+    }
+    assert ("precision_shim_adapters.slime.adapter", "precision_shim.adapting") in found
+    allowed = re.compile(r"precision_shim\.(errors|adapting(\.\w+)?)")
+    assert [one for one in found if not allowed.fullmatch(one[1])] == []
+
+
 def test_the_backends_import_no_adapter_and_each_other_in_no_circle():
     found = {backend: set() for backend in BACKENDS}
     for name, others in graph().items():

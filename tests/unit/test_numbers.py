@@ -7,7 +7,7 @@ import math
 import pytest
 
 from precision_shim.errors import SettingsError
-from precision_shim_adapters.megatron.policy.numbers import (
+from precision_shim_adapters.megatron.policy.legality import (
     BETA2,
     SCALER,
     STATIC,

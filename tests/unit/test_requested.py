@@ -118,7 +118,7 @@ def test_states_follow_only_where_that_is_in_force(asks, model, now):
 
 
 @given(requested, models, in_force)
-def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
+def test_an_opt_in_requests_the_same_as_the_fields_themselves(asks, model, now):
     """verl's own fields have the same effect in versions that read them and in all others."""
     fields = {AWARE: True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP32}
     asked = {key: value for key, value in asks.asked.items() if key not in fields}
@@ -140,10 +140,10 @@ def test_a_build_reads_once_and_plans_anew_only_for_another_dtype():
     reads = []
     build = Build("verl", lambda: reads.append(1) or RequestedConfig())
     bf16, more, fp16 = ({BF16: 8}, {BF16: 99}, {FP16: 8})
-    first = build.plan(TrainableDtypes(bf16))
-    assert build.plan(TrainableDtypes(more)) is first
-    other = build.plan(TrainableDtypes(fp16))
+    first = build.plan(build.in_force(), TrainableDtypes(bf16))
+    assert build.plan(build.in_force(), TrainableDtypes(more)) is first
+    other = build.plan(build.in_force(), TrainableDtypes(fp16))
     assert (first.dtype, other.dtype) == (BF16, FP16)
     build.distributed = False
-    assert build.plan(TrainableDtypes(fp16)) is not other
+    assert build.plan(build.in_force(), TrainableDtypes(fp16)) is not other
     assert len(reads) == 1

@@ -131,7 +131,7 @@ def test_a_path_that_is_lost_alone_costs_no_feature():
 def test_one_reason_is_said_once():
     because = "mod:symbol not found: no 'symbol' there"
     found = [
-        SeamStatus(f"mod:s{i}", feature, "refused", reason, path=path)
+        SeamStatus(f"mod:s{i}", feature, "refused", reason, (because,), path)
         for feature in ("bf16-dispatch", "fp16-scaling")
         for path in ("Megatron engine", "FSDP engine")
         for i, reason in enumerate([because, *[f"refused whole, because: {because}"] * 5])
@@ -143,7 +143,7 @@ def test_one_reason_is_said_once():
     assert "PRECISION_SHIM_FEATURES=-bf16-dispatch,-fp16-scaling" in text
 
 
-def test_of_many_decisions_the_newest_per_subject_and_feature_stay():
+def test_of_many_decisions_the_newest_stay():
     decisions = [
         Decision("verl", subject, feature, f"choice {i}", "because of many words " * 4)
         for i in range(10)
@@ -151,9 +151,21 @@ def test_of_many_decisions_the_newest_per_subject_and_feature_stay():
         for feature in FEATURES[:2]
     ]
     text = str(Status(enabled=True, features=FEATURES, decisions=tuple(decisions)))
+    lines = text.splitlines()
+    assert len(lines) <= _status_text.SCREEN
     assert text.count("choice 9") == 4
-    assert "choice 8" not in text
-    assert text.splitlines()[-1] == f"  36 more: {MORE}"
+    assert "choice 0" not in text
+    assert lines[-1] == f"  {40 - text.count('choice')} more: {MORE}"
+
+
+def test_one_text_that_is_longer_than_the_screen_is_cut():
+    decision = Decision("verl", "actor", "fp16-scaling", "one choice", "of many words " * 500)
+    notes = ("a long note " * 500,)
+    text = str(Status(enabled=True, features=FEATURES, decisions=(decision,), notes=notes))
+    lines = text.splitlines()
+    assert len(lines) == _status_text.SCREEN
+    assert [one.strip() for one in lines].count(f"the rest: {MORE}") == 2
+    assert "one choice" in text
 
 
 # -- our adapters -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
-from precision_shim.precision.scaler_record import FILE_NAME
+from precision_shim.scaling import FILE_NAME
 
 from ..every_framework.checkpoint_doctor import FP16, verdict
 from ..every_framework.shim_warnings import ours

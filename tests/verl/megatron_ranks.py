@@ -17,7 +17,7 @@ import torch
 import precision_shim
 from precision_shim.errors import CheckpointLayoutError
 from precision_shim_adapters.megatron import building
-from precision_shim_adapters.verl.training.megatron import read_requested
+from precision_shim_adapters.verl.config import read_requested
 from precision_shim_tools.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
 from precision_shim_tools.testing.transformer_engine import stand_in_transformer_engine
 

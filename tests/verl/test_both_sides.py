@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,42 +71,39 @@ def composed(words: Sequence[str], directory: Path | None = None, name: str = ""
         HydraConfig.instance().cfg = None
 
 
-@dataclass(frozen=True)
-class Started:
-    """A driver's warnings, and the dtypes that its engines will have."""
-
-    told: tuple[str, ...]
-    chosen: dict[str, str]
-    rollout: str
-    config: Any
-
-
 class Verl(both.Sides):
     """What verl's ``main`` does with a config before Ray starts."""
 
     framework, key, written = "verl", f"{ROLLOUT}.dtype", "bf16"
 
-    def __init__(self, strategy: str = "fsdp") -> None:
-        self.megatron = strategy == "megatron"
+    def __init__(self, strategy: str = "fsdp", folder: Path | None = None) -> None:
+        self.megatron, self.folder = strategy == "megatron", folder
 
-    def job(self, trainer: str, rollout: str, *more: str) -> Any:
-        """The overrides, the folder of the configs, and the config's name."""
+    def job(self, trainer: str, rollout: str, *more: str, **model: str) -> Any:
+        """The overrides, the folder of the configs, and its name; ``model`` is a config.json."""
         megatron = f"actor_rollout_ref.actor.megatron.dtype={both.DTYPES[trainer]}"
-        words = [f"{self.key}={rollout}", f"{ROLLOUT}.name=vllm", *more]
+        words = [f"{ROLLOUT}.name=vllm", *([f"{self.key}={rollout}"] if rollout else []), *more]
         words += [megatron] if self.megatron else side("actor", trainer)
+        if model and self.folder:
+            (self.folder / "config.json").write_text(json.dumps(model))
+            words.append(f"actor_rollout_ref.model.path={self.folder}")
         return words, None, "ppo_megatron_trainer" if self.megatron else "ppo_trainer"
 
-    def run(self, job: Any) -> tuple[Any, str]:
-        from verl.utils.config import omega_conf_to_dataclass
+    def run(self, job: Any) -> Any:
         from verl.utils.device import auto_set_device  # imported after install(): the wrapper
 
         with composed(*job) as config:
             auto_set_device(config)
-            made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        return config, made.dtype
+        return config
 
-    def handed(self, made: tuple[Any, str]) -> str:
-        return made[1]
+    def handed(self, made: Any) -> str:
+        """The dtype of the engine, which ``engine_kwargs`` override."""
+        from verl.utils.config import omega_conf_to_dataclass
+
+        rollout: Any = omega_conf_to_dataclass(made.actor_rollout_ref.rollout)
+        own = (rollout.engine_kwargs or {}).get(rollout.name) or {}
+        dtype: str = own.get("dtype") or rollout.dtype
+        return dtype
 
     def line(self, job: Any) -> list[str]:
         words, _, name = job
@@ -116,13 +112,11 @@ class Verl(both.Sides):
 
 def start(
     words: Sequence[str], directory: Path | None = None, name: str = "", **on: Any
-) -> Started:
+) -> both.Started:
     """Install the shim, and run what verl's ``main`` does with a config before Ray starts."""
     precision_shim.install(frameworks=["verl"], **on)
     engine = [] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]
-    found = Verl().start(([*engine, *words], directory, name))
-    config, rollout = found.made
-    return Started(tuple(found.told), found.chosen, rollout, config)
+    return Verl().start(([*engine, *words], directory, name))
 
 
 @pytest.fixture(autouse=True)
@@ -148,175 +142,127 @@ def test_the_actors_dtype_on_megatron(shim: Any) -> None:
     assert len(found.told) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("actor", "written"), [("fp16", None), ("fp16", "fp32"), ("bf16", "bf16")])
-def test_follow_replaces_what_stands_there(actor: str, written: str | None) -> None:
-    from omegaconf import OmegaConf
-
-    words = [*side("actor", actor), "actor_rollout_ref.actor.use_kl_loss=true"]
-    if written:
-        words += [f"{ROLLOUT}.dtype={written}", *side("ref", written)]
-    made = start(words, settings={"rollout": "follow"}, strict=True)
-    assert (made.rollout, made.told) == (both.DTYPES[actor], ())
-    keys = made.chosen.pop("dtype keys", "")
-    assert made.chosen == dict.fromkeys(("ref", "rollout"), f"{actor}, as the actor")
-    before = written or "bf16"
-    assert bool(keys) is (actor != before)
-    if keys:
-        assert OmegaConf.select(made.config, key_of("ref")) == both.DTYPES[actor]
-        ref, rollout = keys.split("; ")
-        assert ref.startswith(f"{key_of('ref')}: ")
-        assert ref.endswith(f" -> {both.DTYPES[actor]}")
-        assert rollout == f"{ROLLOUT}.dtype: {both.DTYPES[before]} -> {both.DTYPES[actor]}"
-
-
-def test_follow_replaces_the_key_that_goes_over_the_rollouts() -> None:
-    over = f"{VLLM}.dtype"
-    made = start([*side("actor", "fp16"), f"+{over}=bf16"], settings={"rollout": "follow"})
-    assert made.told == ()
-    assert made.chosen["dtype keys"] == f"{over}: bfloat16 -> float16"
-    assert made.config.actor_rollout_ref.rollout.engine_kwargs.vllm.dtype == "float16"
-
-
-def test_the_reference_model_is_told_of_with_its_own_key() -> None:
-    words = [*side("actor", "fp16"), f"{ROLLOUT}.dtype=half"]
-    kl = "actor_rollout_ref.actor.use_kl_loss=true"
-    assert start(words).told == ()
-    precision_shim.uninstall()
-    (told,) = start([*words, kl]).told
-    line = told.partition("Write ")[2].partition(",")[0]
-    assert line.lstrip("+") == f"{key_of('ref')}=float16"
-    precision_shim.uninstall()
-    assert start([*words, kl, line]).told == ()
-    precision_shim.uninstall()
-    # With LoRA, the actor without its adapters serves as the reference model.
-    assert start([*words, kl, "actor_rollout_ref.model.lora_rank=8"]).told == ()
-
-
 def test_a_wrong_name_in_engine_kwargs_ends_the_driver() -> None:
     key = f"{VLLM}.dtype"
     with pytest.raises(DtypeError, match=rf"{key}='flaot16'"):
         start([f"+{key}=flaot16"])
 
 
-def test_engine_kwargs_go_over_the_key() -> None:
-    over = f"+{ROLLOUT}.engine_kwargs.vllm.dtype=half"
-    words = [*side("actor", "fp16"), over]
-    made = start(words)
-    assert made.told == ()
-    assert made.chosen == {"rollout": "fp16, as the actor"}
-    from verl.utils.config import omega_conf_to_dataclass
-
-    assert omega_conf_to_dataclass(made.config.actor_rollout_ref.rollout).engine_kwargs["vllm"] == {
-        **dict(made.config.actor_rollout_ref.rollout.engine_kwargs.vllm),
-        "dtype": "float16",
-    }
+AGREED, LOST = "fp16, as the actor", "bf16 beside the actor's fp16"
+OVER, SGLANG = f"{VLLM}.dtype", f"{ROLLOUT}.name=sglang"
+QUANTIZED = f"{ROLLOUT}.quantization"
+AGREE, KL = {"ref": AGREED, "rollout": AGREED}, "actor_rollout_ref.actor.use_kl_loss=true"
+REF = key_of("ref")
+GEMMA = {"model_type": "gemma2"}
+REFUSED, TOLD = ("refuses to run gemma2 in fp16",), ("the rollout in bf16",)
 
 
-@pytest.mark.slow
-def test_quantised_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_choices(tmp_path / "engines", monkeypatch)
-    words = side("actor", "fp16")
-    made = start([*words, f"{ROLLOUT}.quantization=fp8"])
-    assert made.chosen == {"rollout": "fp8 beside the actor's fp16"}
-    precision_shim.uninstall()
-    # Under torchao the rollout's dtype (bf16) counts, so the shim warns.
-    made = start([*words, f"{ROLLOUT}.quantization=torchao"])
-    assert len(made.told) == 1
-    precision_shim.uninstall()
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
-    words.append(f"actor_rollout_ref.model.path={tmp_path}")
-    for setting, name in (("tell", "half"), ("follow", "half"), ("follow", "bf16")):
-        made = start([*words, f"{ROLLOUT}.dtype={name}"], settings={"rollout": setting})
-        (told,) = made.told
-        assert ("refuses to run gemma2 in fp16" in told) is (name == "half")
-        assert "Train in bf16" in told
-        assert made.rollout == ("float16" if name == "half" else "bfloat16")
-        precision_shim.uninstall()
-    sglang = [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.dtype=half"]
-    assert start([*words, *sglang]).told == ()
+def rounded(what: str, actor: str = "bf16") -> str:
+    return f"bf16 with {what} beside the actor's {actor}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "rounded"),
-    [
-        ([f"+{VLLM}.quantization=awq"], "awq weights"),
-        (
-            [f"+{VLLM}.kv_cache_dtype=fp8_e4m3", f"{ROLLOUT}.quantization=torchao"],
-            "fp8_e4m3 KV cache and torchao weights",
-        ),
-        ([f"+{VLLM}.kv_cache_dtype=bfloat16"], ""),
-        (
-            [f"{ROLLOUT}.name=sglang", f"+{ROLLOUT}.engine_kwargs.sglang.torchao_config=fp8wo"],
-            "fp8wo weights",
-        ),
-    ],
+def teacher(name: str, dtype: str) -> str:
+    inference = f"{{_target_:verl.workers.config.RolloutConfig,name:vllm,dtype:{dtype}}}"
+    return f"+distillation.teacher_models.{name}={{key:{name},inference:{inference}}}"
+
+
+@both.each(
+    engine_kwargs=both.Row(f"fp16 - +{OVER}=half", AGREED),
+    follow=both.Row(f"fp16 - +{OVER}=bf16", AGREED, follow=f"{OVER}: bfloat16 -> float16"),
+    slow_fp8=both.Row(f"fp16 - {QUANTIZED}=fp8", "fp8 beside the actor's fp16", handed="bfloat16"),
+    # Under torchao the rollout's dtype counts.
+    slow_torchao=both.Row(f"fp16 - {QUANTIZED}=torchao", rounded("torchao weights", "fp16"), TOLD),
+    slow_awq=both.Row(f"bf16 - +{VLLM}.quantization=awq", rounded("awq weights")),
+    slow_fp8_cache=both.Row(
+        f"bf16 - +{VLLM}.kv_cache_dtype=fp8_e4m3 {QUANTIZED}=torchao",
+        rounded("fp8_e4m3 KV cache and torchao weights"),
+    ),
+    slow_bf16_cache=both.Row(f"bf16 - +{VLLM}.kv_cache_dtype=bfloat16", "bf16, as the actor"),
+    slow_fp8wo=both.Row(
+        f"bf16 - {SGLANG} +{ROLLOUT}.engine_kwargs.sglang.torchao_config=fp8wo",
+        rounded("fp8wo weights"),
+    ),
+    slow_refused=both.Row("fp16 half", "fp16", REFUSED, model=GEMMA),
+    slow_refused_and_follow=both.Row("fp16 half", "fp16", REFUSED, follow="", model=GEMMA),
+    slow_not_made_to_follow=both.Row("fp16 bf16", LOST, ("Train in bf16",), follow="", model=GEMMA),
+    slow_not_refused_by_sglang=both.Row(f"fp16 half {SGLANG}", AGREED, model=GEMMA),
+    slow_auto_of_sglang=both.Row(
+        f"fp16 auto {SGLANG}",
+        AGREED,
+        handed="auto",
+        model={"model_type": "qwen2", "torch_dtype": "float32"},
+    ),
+    slow_auto_of_vllm=both.Row(
+        "fp16 auto", LOST, TOLD, "auto", model={**GEMMA, "torch_dtype": "float16"}
+    ),
+    null=both.Row("fp16 null", "the checkpoint's dtype beside the actor's fp16", handed="None"),
+    # With LoRA, the actor without its adapters serves as the reference model.
+    lora=both.Row(f"fp16 half {KL} actor_rollout_ref.model.lora_rank=8", AGREED),
+    unknown_engine=both.Row(
+        "bf16 - actor_rollout_ref.actor.strategy=another",
+        "not compared with the actor",
+        handed="bfloat16",
+    ),
 )
-def test_what_the_engine_keeps_in_fewer_bits(words: list[str], rounded: str) -> None:
-    made = start([*side("actor", "bf16"), *words])
-    with_it = f"bf16 with {rounded} beside the actor's bf16"
-    assert made.chosen == {"rollout": with_it if rounded else "bf16, as the actor"}
-    assert made.told == ()
+class TestRows(both.Rows):
+    @pytest.fixture
+    def sides(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Verl:
+        plant_choices(tmp_path / "engines", monkeypatch)
+        return Verl(folder=tmp_path)
+
+
+@both.each(
+    lost=both.Row(f"fp16 half {KL}", {"ref": LOST, "rollout": AGREED}, (f"{REF}=float16",)),
+    written=both.Row(f"fp16 half {KL} {' '.join(side('ref', 'fp16'))}", AGREE),
+    slow_both_lost=both.Row(f"fp16 bf16 {KL}", {"ref": LOST, "rollout": LOST}, (REF, "rollout")),
+    slow_follow=both.Row(
+        f"fp16 - {KL}",
+        AGREE,
+        follow=f"{REF}: {'bfloat16' if LEGACY else 'not set'} -> float16; "
+        f"{ROLLOUT}.dtype: bfloat16 -> float16",
+    ),
+    slow_follow_in_what_stands_there=both.Row(
+        f"fp16 fp32 {KL} {' '.join(side('ref', 'fp32'))}",
+        AGREE,
+        follow=f"{REF}: {'float32' if LEGACY else 'fp32'} -> float16; "
+        f"{ROLLOUT}.dtype: float32 -> float16",
+    ),
+)
+class TestTheReferenceModel(both.Rows):
+    planned = True
+
+    @pytest.fixture
+    def sides(self) -> Verl:
+        return Verl()
+
+
+@pytest.mark.skipif(LEGACY, reason="distillation is from 0.8")
+@both.each(
+    teachers=both.Row(
+        f"fp16 half distillation.enabled=true {teacher('first', 'float16')} "
+        f"{teacher('second', 'bf16')}",
+        {"rollout": AGREED, "teacher first": AGREED, "teacher second": LOST},
+        ("distillation.teacher_models.second.inference.dtype=float16",),
+    )
+)
+class TestTeachers(both.Rows):
+    @pytest.fixture
+    def sides(self) -> Verl:
+        return Verl()
+
+
+@pytest.mark.skipif(not LEGACY, reason="from 0.8 the reference model has a dtype of its own")
+@both.each(reference=both.Row(f"fp16 half {KL}", AGREE))
+class TestLegacyReference(both.Rows):
+    """It has the actor's dtype on Megatron."""
+
+    @pytest.fixture
+    def sides(self) -> Verl:
+        return Verl("megatron")
 
 
 def test_verls_own_defaults_have_no_unknown_key() -> None:
     assert both.plan_of([*LINE, f"{ROLLOUT}.name=vllm"])["problems"] == []
-
-
-def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
-    made = start([*side("actor", "fp16"), f"{ROLLOUT}.dtype=null"])
-    assert made.rollout is None
-    assert made.chosen == {"rollout": "the checkpoint's dtype beside the actor's fp16"}
-    assert made.told == ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpoint", "backend", "model_type", "computes"),
-    [("float32", "sglang", "qwen2", "fp16"), ("float16", "vllm", "gemma2", "bf16")],
-)
-def test_auto_is_what_the_engine_makes_of_the_checkpoint(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    checkpoint: str,
-    backend: str,
-    model_type: str,
-    computes: str,
-) -> None:
-    plant_choices(tmp_path / "engines", monkeypatch)
-    files = {"model_type": model_type, "torch_dtype": checkpoint}
-    (tmp_path / "config.json").write_text(json.dumps(files))
-    place = f"actor_rollout_ref.model.path={tmp_path}"
-    words = [*side("actor", "fp16"), place, f"{ROLLOUT}.name={backend}", f"{ROLLOUT}.dtype=auto"]
-    made = start(words)
-    assert made.rollout == "auto"
-    agrees = computes == "fp16"
-    assert made.chosen == {"rollout": Verl().beside("fp16", computes)}
-    assert len(made.told) == (0 if agrees else 1)
-
-
-@pytest.mark.skipif(LEGACY, reason="distillation is from 0.8")
-def test_each_of_two_teachers_has_its_line() -> None:
-    place = "distillation.teacher_models"
-    inference = "{{_target_:verl.workers.config.RolloutConfig,name:vllm,dtype:{}}}"
-    words = [
-        *side("actor", "fp16"),
-        "distillation.enabled=true",
-        f"{ROLLOUT}.dtype=half",
-        *(
-            f"+{place}.{name}={{key:{name},inference:{inference.format(dtype)}}}"
-            for name, dtype in (("first", "float16"), ("second", "bf16"))
-        ),
-    ]
-    made = start(words)
-    assert made.chosen == {
-        "rollout": "fp16, as the actor",
-        "teacher first": "fp16, as the actor",
-        "teacher second": Verl().beside("fp16", "bf16"),
-    }
-    (told,) = made.told
-    assert f"{place}.second.inference.dtype=float16" in told
 
 
 def test_follow_writes_into_a_config_that_is_read_only() -> None:
@@ -326,25 +272,13 @@ def test_follow_writes_into_a_config_that_is_read_only() -> None:
     precision_shim.install(frameworks=["verl"], settings=follow)
     from verl.utils.device import auto_set_device
 
-    with composed([*words, f"{ROLLOUT}.name=vllm"]) as config:
+    with composed([*words, f"{ROLLOUT}.name=vllm", KL]) as config:
         config.trainer.device = "cpu"
         OmegaConf.set_readonly(config.actor_rollout_ref, True)
         auto_set_device(config)
         assert OmegaConf.is_readonly(config.actor_rollout_ref)
-    assert config.actor_rollout_ref.rollout.dtype == "float16"
-
-
-@pytest.mark.skipif(not LEGACY, reason="from 0.8 the reference model has a dtype of its own")
-def test_the_legacy_reference_model_on_megatron_has_the_actors_dtype() -> None:
-    words = ["actor_rollout_ref.actor.megatron.dtype=float16", f"{ROLLOUT}.dtype=float16"]
-    words.append("actor_rollout_ref.actor.use_kl_loss=true")
-    made = start(words, name="ppo_megatron_trainer", strict=True)
-    assert made.chosen == {"ref": "fp16, as the actor", "rollout": "fp16, as the actor"}
-
-
-def test_an_engine_that_the_shim_does_not_know() -> None:
-    made = start(["actor_rollout_ref.actor.strategy=another"])
-    assert made.chosen == {"rollout": "not compared with the actor"}
+    keys = (f"{ROLLOUT}.dtype", REF)
+    assert [OmegaConf.select(config, key) for key in keys] == ["float16"] * 2
 
 
 @pytest.mark.skipif(
@@ -409,18 +343,6 @@ def test_a_job_without_a_rollout() -> None:
 
 
 # -- the plan --------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_plan_says_the_same_of_the_reference_model() -> None:
-    kl = "actor_rollout_ref.actor.use_kl_loss=true"
-    words = [*side("actor", "fp16"), kl, f"{ROLLOUT}.dtype=bf16", f"{ROLLOUT}.name=vllm"]
-    problems, notes = both.of_plan([*LINE, *words])
-    made = start(words)
-    assert problems == list(made.told)
-    assert len(made.told) == 2
-    for subject, chosen in made.chosen.items():
-        assert any(one.startswith(f"{subject}: rollout-agreement: {chosen} (") for one in notes)
 
 
 @pytest.mark.slow

@@ -11,12 +11,13 @@ import pytest
 from packaging.version import Version
 
 from precision_shim.scaling import save
-from precision_shim_adapters.verl.training.megatron import of_engine
+from precision_shim_adapters.verl.config import of_engine
 
 from ..every_framework import contract
 from ..every_framework.checkpoint_doctor import verdict
 from ..every_framework.in_force import refused
 from ..every_framework.requested_configs import Case
+from ..every_framework.taken_out import Seams
 from ..every_framework.upstreams_own import Own, fetch
 from ..processes.rank_server import Ranks
 from ..unit.checkpoints.written import of_ranks, scaler
@@ -55,7 +56,7 @@ class TestRequestedConfigs(contract.RequestedConfigs):
     driver = DRIVER
 
     @pytest.fixture
-    def wishes_of(self, checkpoint: Path) -> Callable[[Case], Any]:
+    def requested_of(self, checkpoint: Path) -> Callable[[Case], Any]:
         def read(case: Case) -> Any:
             asked = dict(case.asked)
             optimizer = {"optimizer": asked.pop("optimizer")} if "optimizer" in asked else {}
@@ -69,6 +70,12 @@ class TestRequestedConfigs(contract.RequestedConfigs):
             return of_engine(made)
 
         return read
+
+
+@in_force
+@pytest.mark.usefixtures("cpu")
+class TestSeams(contract.Contract, Seams):
+    driver = DRIVER
 
 
 @in_force

@@ -106,7 +106,7 @@ def test_the_models_dtype_counts_and_not_verls_flags(fused_adam: str, shim: Any)
     from verl.utils.megatron.optimizer import init_megatron_optim_config
 
     from precision_shim_adapters.megatron import building
-    from precision_shim_adapters.verl.training.megatron import read_requested
+    from precision_shim_adapters.verl.config import read_requested
 
     with building("verl", lambda: read_requested(config(), declared=FP16)):
         model(BF16)
@@ -153,7 +153,7 @@ def test_chunks_of_a_model_share_one_bucket_dtype(fused_adam: str, shim: Any) ->
     shim(settings=FOLLOW)
 
     from precision_shim_adapters.megatron import building
-    from precision_shim_adapters.verl.training.megatron import read_requested
+    from precision_shim_adapters.verl.config import read_requested
 
     provider = tiny_gpt(BF16)
     ddp_config = DistributedDataParallelConfig(

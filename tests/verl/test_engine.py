@@ -14,6 +14,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 
+from ..every_framework.walks import walking
 from ..stand_ins.optimizer_states import dtypes_after_step
 from .conftest import VERL
 from .support import engine, optim_config
@@ -63,6 +64,18 @@ def bucket(built: Any) -> torch.dtype:
 
 def states(built: Any) -> dict[str, torch.dtype]:
     return dtypes_after_step(built.module, built.optimizer)
+
+
+@pytest.mark.skipif(Version("0.9.1") != VERL, reason="the walk is that of verl 0.9.1")
+def test_the_walk_of_a_dtype_name(build: Any, shim: Any) -> None:
+    """Of a second engine: what the first one imports is no part of the walk."""
+    shim(features="dtype-coercion,bf16-dispatch,grad-bucket-alignment,fp16-scaling")
+    asked = {"exp_avg_dtype": "bf16", "use_precision_aware_optimizer": True}
+    optim = optim_config(override_optimizer_config=asked)
+    build(optim=optim)
+    with walking("A dtype name"):
+        built = build(optim=optim)
+    assert states(built)["exp_avg"] is BF16
 
 
 def reasons(feature: str) -> str:

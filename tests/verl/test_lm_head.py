@@ -72,9 +72,9 @@ def test_the_driver_writes_all_keys(strategy: str, backend: str) -> None:
     assert made.chosen["LM head"] == GRANTED
     place = f"{MODEL}.override_config"
     nested = LEGACY and strategy == "megatron"  # 0.7.1's Megatron workers read only this part
-    assert at(made.config, f"{place}{'.model_config' if nested else ''}.head_dtype") == "float32"
-    assert at(made.config, f"{place}.attn_implementation") == "eager"
-    assert at(made.config, KEYS[backend]) == {"vllm": "float32", "sglang": True}[backend]
+    assert at(made.made, f"{place}{'.model_config' if nested else ''}.head_dtype") == "float32"
+    assert at(made.made, f"{place}.attn_implementation") == "eager"
+    assert at(made.made, KEYS[backend]) == {"vllm": "float32", "sglang": True}[backend]
     if strategy == "fsdp":
         problems, notes = planned(words)
         assert not problems
@@ -85,7 +85,7 @@ def test_the_driver_writes_all_keys(strategy: str, backend: str) -> None:
 def test_the_users_overrides_of_the_rollout_stay() -> None:
     words = [f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides={{rope_theta: 5}}"]
     made = start(words, settings={"head": "fp32"})
-    found = at(made.config, KEYS["vllm"].rpartition(".")[0])
+    found = at(made.made, KEYS["vllm"].rpartition(".")[0])
     assert dict(found) == {"rope_theta": 5, "head_dtype": "float32"}
 
 
@@ -124,8 +124,8 @@ def test_a_refusal_changes_no_key(case: str) -> None:
     made = start(words, settings={"head": "fp32"})
     (told,) = [one for one in made.told if "PRECISION_SHIM_HEAD" in one]
     assert said in told
-    assert at(made.config, f"{MODEL}.override_config.head_dtype") != "float32"
-    assert at(made.config, KEYS["vllm"]) != "float32"
+    assert at(made.made, f"{MODEL}.override_config.head_dtype") != "float32"
+    assert at(made.made, KEYS["vllm"]) != "float32"
 
 
 @pytest.mark.usefixtures("engines")
@@ -142,7 +142,7 @@ def test_an_engine_that_is_not_installed_here() -> None:
     """The driver refuses; the plan, which may run on another machine, has a note."""
     made = start([], settings={"head": "fp32"})
     assert made.chosen["LM head"] == "each engine's own dtype"
-    assert at(made.config, KEYS["vllm"]) is None
+    assert at(made.made, KEYS["vllm"]) is None
     problems, notes = planned([f"{ROLLOUT}.name=vllm"])
     assert (problems, ["not known" in one for one in notes]) == ([], [True])
 

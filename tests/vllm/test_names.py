@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, Engine
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine
+from precision_shim.precision.names import ALIASES
 from precision_shim_adapters.agreement.engines import chosen_by, refusal_of_fp16
 from precision_shim_adapters.agreement.lm_head import FIELD, of_rollout
 from precision_shim_adapters.agreement.model_files import resolve_by_model
@@ -53,7 +54,7 @@ def test_auto_takes_the_checkpoints_dtype_and_bf16_for_fp32(
     config.save_pretrained(tmp_path)
     assert engine_name("auto", "key", "vLLM") == "auto"
     assert model_config(tmp_path, "auto").dtype == getattr(torch, computes)
-    assert chosen_by("vllm", config.to_dict(), ()) == CANONICAL[computes]
+    assert chosen_by("vllm", config.to_dict(), ()) == ALIASES[computes]
 
 
 @pytest.mark.parametrize(

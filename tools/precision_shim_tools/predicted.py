@@ -1,18 +1,25 @@
-"""Predict from source code alone which of the shim's features would be in force in a process."""
+"""Predict from source code alone which of the shim's features would be in force in a process.
+
+The source is the installed packages', or that of a release which is not installed
+(``upstream.trees``).
+"""
 
 from __future__ import annotations
 
-from precision_shim.errors import SeamError
+from typing import Any
+
+from precision_shim.errors import PrecisionShimError, SeamError
 from precision_shim.process.framework import Adapter
-from precision_shim.process.in_force import in_force
+from precision_shim.process.in_force import asked_for, in_force
 from precision_shim.process.registry import entries, load
-from precision_shim.process.settings import Settings
-from precision_shim.process.symbols import missed
+from precision_shim.process.settings import PREFIX, Settings
+from precision_shim.process.symbols import judge_version, missed
 from precision_shim.process.versions import Versions, version_of
-from precision_shim.reporting.record import SeamStatus
+from precision_shim.reporting.record import FrameworkStatus, SeamStatus
+from precision_shim.reporting.text import refusals
 from precision_shim.seams import check
 
-__all__ = ["PredictedFeatures", "predict_seams"]
+__all__ = ["PredictedFeatures", "as_dict", "predict_seams", "predict_status"]
 
 
 class PredictedFeatures:
@@ -50,3 +57,34 @@ def predict_seams(
     ``versions`` returns the version of a distribution whose source is read.
     """
     return check(adapter, settings.features, settings, missed(adapter, versions)).predicted()
+
+
+def predict_status(
+    entry: Adapter, settings: Settings, versions: Versions = version_of
+) -> tuple[FrameworkStatus, list[str]]:
+    """Predict a framework's status from the current ``Source``; also return its problems.
+
+    ``versions`` returns the version of a distribution whose source is read.
+    """
+    name, version = entry.framework, versions(entry.distribution, entry.packages)
+    if not asked_for(settings, name):
+        return FrameworkStatus(version, "off", reason="not among the frameworks asked for"), []
+    if version is None:
+        problem = f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here"
+        return FrameworkStatus(None, "absent"), [problem] if settings.frameworks else []
+    try:
+        adapter = load(entry)
+        seams = predict_seams(adapter, settings, versions)
+    except PrecisionShimError as error:
+        return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
+    tested, reason = judge_version(adapter, version, versions, closely=True)
+    problems = refusals(f"{name} {version}", seams)
+    order = ("refused", "pending", "native", "off") if problems else ("pending", "native", "off")
+    states = {seam.state for seam in seams}
+    state = next((state for state in order if state in states), "absent")
+    return FrameworkStatus(version, state, seams, reason, tested), problems
+
+
+def as_dict(status: FrameworkStatus) -> dict[str, Any]:
+    """Return a framework's status as dicts, lists and strings, for JSON."""
+    return {**status.to_dict(), "tested": status.tested}

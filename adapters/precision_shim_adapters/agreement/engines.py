@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import version_of, versioned
-from precision_shim.precision.dtypes import CANONICAL, name_of, parse_dtype
+from precision_shim.precision.dtypes import DTYPES, name_of, parse_dtype
 from precision_shim.seams import find_spec
 
 from .engine_names import SGLANG, TEXT_PART, VERIFY, VLLM
@@ -63,7 +63,7 @@ def chosen_by(backend: str, config: Mapping[str, Any], stored: Collection[str]) 
     files = {name: {"dtype": name} for name in stored}
     given = {
         "get_safetensors_params_metadata": lambda model, **named: files,
-        "_SAFETENSORS_TO_TORCH_DTYPE": CANONICAL,
+        "_SAFETENSORS_TO_TORCH_DTYPE": DTYPES,
     }
     model = _Config(**config)
     try:

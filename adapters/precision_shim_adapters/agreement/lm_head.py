@@ -1,30 +1,25 @@
 """Compute the LM head in fp32 in the trainer and in the rollout engine, or in neither.
 
 For ``PRECISION_SHIM_HEAD=fp32``, the adapter describes in the driver each engine's LM head as a
-``Head``; ``report_heads`` writes the keys, for the trainer ``head_dtype`` (vLLM's name) in the
+``Head``; ``report_sides`` writes the keys, for the trainer ``head_dtype`` (vLLM's name) in the
 overrides of the HF config. There ``compute_in_fp32`` then changes torch's ``Linear``.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from precision_shim.adapting import current_settings, decide, look, version_of, warn
+from precision_shim.adapting import look, version_of
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.precision.findings import Problem
-from precision_shim.precision.lm_head import HEAD_MARK, Head, refused
-from precision_shim.process.settings import Settings
+from precision_shim.precision.lm_head import HEAD_MARK, SETTING, Head
 
 from .names import key_of
-from .report import FEATURE
 
-SETTING = "PRECISION_SHIM_HEAD=fp32"
-SUBJECT = "LM head"
 FIELD = "head_dtype"
 """vLLM's name for the LM head's dtype in a model's HF config."""
 
@@ -32,10 +27,6 @@ NOT_IN_FORCE = "the shim's seams on its model are not in force; precision-shim d
 
 IsInForce = Callable[[str, str], bool]
 """Function that returns whether a feature, with a group of seams, is in force in the workers."""
-
-Read = Callable[[], Sequence[Head]]
-"""A function that describes the LM head of each engine of a job."""
-
 
 _OPTIONS: dict[str, tuple[str, str | bool, str]] = {
     "vllm": (FIELD, "float32", "Install vLLM 0.26 or later"),
@@ -109,10 +100,10 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
     return Head(subject, key, in_fp32)
 
 
-def unchanged_heads(subject: str, framework: str) -> Read:
-    """A function that reads the LM head of a trained model, which the shim does not change."""
+def unchanged_heads(subject: str, framework: str) -> list[Head]:
+    """Describe the LM head of a trained model of a framework whose LM heads the shim leaves."""
     refusal = f"the shim does not change the LM heads of {framework}"
-    return lambda: [Head(subject, SETTING, refusal=refusal)]
+    return [Head(subject, SETTING, refusal=refusal)]
 
 
 def names_head(*targets: str | Iterable[str] | None) -> bool:
@@ -121,96 +112,6 @@ def names_head(*targets: str | Iterable[str] | None) -> bool:
     for several in targets:
         words += [several] if isinstance(several, str) else map(str, several or ())
     return any(name in word for word in words for name in ("lm_head", "output_layer"))
-
-
-def report_heads(where: str, read: Read, write: Callable[[str, str | bool], object] | None) -> None:
-    """Write the keys that make all LM heads compute in fp32, or report why none of them does.
-
-    If the user asked for no dtype of the LM heads, report whether only some compute in fp32.
-
-    Args:
-        where: framework and version, such as ``"verl 0.9.1"``.
-        read: describes the LM heads.
-        write: sets a config key; ``None`` if the framework has already copied the config.
-
-    Raises:
-        UnsupportedPrecisionError: in strict mode, an engine cannot compute its LM head in fp32.
-    """
-    settings = current_settings()
-    heads, framework = read(), where.split(" ", 1)[0]
-    if settings["head"] != "fp32":
-        for choice in _one_sided(heads):
-            decide(framework, SUBJECT, FEATURE, *choice)
-        return
-    stay = refused(heads, may_write=write is not None)
-    decide(framework, SUBJECT, FEATURE, *_choice(heads, stay))
-    if stay:
-        message = ". ".join(_message(where, heads, stay))
-        if settings.strict:
-            raise UnsupportedPrecisionError(message)
-        warn(message)
-        return
-    for head in heads:
-        if not head.in_fp32 and write is not None:
-            write(head.key, head.value)
-
-
-def problems_of_heads(
-    where: str, read: Read, settings: Settings, *, on: bool
-) -> tuple[list[Problem], list[str]]:
-    """Predict what ``report_heads`` reports; ``on``: whether ``rollout-agreement`` is in force."""
-    if not on:
-        return [], []
-    heads, said = read(), f"{SUBJECT}: {FEATURE}: {{}} ({{}})"
-    if settings["head"] != "fp32":
-        return [], [said.format(*choice) for choice in _one_sided(heads)]
-    stay = refused(heads, may_write=True)
-    notes = [said.format(*_choice(heads, stay))]
-    sure = [head for head in stay if head.known]
-    if not sure:
-        return [], notes
-    return [Problem("lm-head", SUBJECT, sure[0].key, *_message(where, heads, sure))], notes
-
-
-def _one_sided(heads: Sequence[Head]) -> Iterable[tuple[str, str]]:
-    wide = {head.subject: head.key for head in heads if head.in_fp32 and not head.refusal}
-    others = dict.fromkeys(head.subject for head in heads if head.subject not in wide)
-    if wide and others:
-        because = f"{', '.join(wide.values())}; {SETTING} takes effect in all engines or in none"
-        chosen = f"fp32 in {' and '.join(wide)}, the model's dtype in {' and '.join(others)}"
-        yield chosen, because
-
-
-def _choice(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
-    if stay:
-        return "each engine's own dtype", f"{SETTING} is refused: {_reasons(stay)}"
-    keys = ", ".join(dict.fromkeys(head.key for head in heads if head.key))
-    return "fp32 in trainer and rollout", f"{SETTING}; {keys}"
-
-
-def _message(where: str, heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
-    """The two parts of the message about the refusal of ``stay``: the reason and the remedy."""
-    remedies = {
-        head.remedy or ("" if head.refusal else f"Write {head.key}={head.value}") for head in stay
-    }
-    ways = ". ".join(sorted(remedies - {""}))
-    message = (
-        f"{where}: {SETTING} is refused, because it takes effect in all engines or in none: "
-        f"{_reasons(stay)}. The shim changes no LM head"
-    )
-    theirs = ", ".join(dict.fromkeys(head.key for head in heads if head.in_fp32 and head.key))
-    if theirs:
-        message += f", but {theirs} in the config takes effect"
-    unset = f"{ways}. Or unset" if ways else "Unset"
-    return message, f"{unset} PRECISION_SHIM_HEAD."
-
-
-def _reasons(stay: Sequence[Head]) -> str:
-    return "; ".join(
-        f"{head.subject}: "
-        + (head.refusal or f"{head.key} is not set, and the config is copied already")
-        for head in stay
-    )
 
 
 def is_marked(overrides: object) -> bool:

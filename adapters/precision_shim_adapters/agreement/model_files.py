@@ -12,7 +12,8 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.files.models import directory_of
 from precision_shim.files.safetensors import read_header
-from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, Engine
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine
+from precision_shim.precision.names import ALIASES
 
 from .engines import chosen_by, not_known, refusal_of_fp16
 
@@ -35,7 +36,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
             named = section.get("dtype") or section.get("torch_dtype")
             if named is not None:
                 name = str(named).removeprefix("torch.")
-                found[place] = CANONICAL.get(name, name)
+                found[place] = ALIASES.get(name, name)
     return found
 
 

@@ -6,11 +6,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.dtypes import name_of, parse_dtype, pick_name
 
 
 def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("auto",)) -> str:
@@ -28,23 +25,9 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
     Raises:
         DtypeError: the value is no dtype name.
     """
-    text = str(value).strip().lower()
-    if text in also:
-        return text
-    dtype = value if isinstance(value, torch.dtype) else parse_dtype(text)
-    name = "" if dtype is None else ENGINE_NAMES.get(name_of(dtype), "")
-    if not name:
-        allowed = (
-            "fp16/half/float16, bf16/bfloat16, fp32/float/float32, in any case, also with the "
-            "prefix 'torch.'"
-        )
-        others = f"; and {', '.join(also)}" if also else ""
-        raise DtypeError(
-            f"{where}: {key}={value!r} is no dtype that a rollout engine computes in; allowed: "
-            f"{allowed}{others}. Correct {key}.",
-            key=key,
-        )
-    return name
+    if str(value).strip().lower() in also:
+        return str(value).strip().lower()
+    return ENGINE_NAMES[pick_name(value, ENGINE_NAMES, key=key, where=where, also=also)]
 
 
 def key_of(place: str, name: str) -> str:

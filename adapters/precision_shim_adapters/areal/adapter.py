@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, collect, seam, versioned
-from precision_shim.precision.dtypes import coerce_dtype
-from precision_shim.precision.effect import Written
+from precision_shim.adapting.dtypes import Written, coerce_dtype
 
 from .. import megatron
 from ..megatron import ALIGNMENT, APPLYING, BUILDING, GROUP, SCALING

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.adapting.dtypes import ALIASES, name_of, parse_dtype
+from precision_shim.adapting.rollouts import AUTO, Engine
 
-from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, write_key
-from ..agreement.report import FEATURE, report_engines
+from ..agreement.report import FEATURE, Sides, report_sides
 
 GROUP = "rollout"
 _BF16_ADAM = "adam_bf16"
@@ -22,8 +22,8 @@ _SECTIONS = {"SGLangConfig": "sglang", "vLLMConfig": "vllm"}
 """Maps the class of a server's section to the section's key, which is the backend's name."""
 
 
-def engines(config: Any, *, follows: bool = True) -> tuple[Engine, list[Engine]] | None:
-    """Read the trainer and the other engines; ``None`` if the job has no trainer with a dtype.
+def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
+    """Read both sides of a job; ``None`` if the job has no trainer with a dtype.
 
     Replaces the rollout's dtype name by the one that SGLang and vLLM accept. ``follows``: whether
     the rollout's engine is started from ``config``.
@@ -55,17 +55,14 @@ def engines(config: Any, *, follows: bool = True) -> tuple[Engine, list[Engine]]
         for name in _SECTIONS.values()
         if backend.startswith(name) and OmegaConf.select(config, name) is not None
     ]
-    return trainer, list(filter(None, others))
-
-
-heads = unchanged_heads("actor", "AReaL")
-"""Reads the LM head of the trainer."""
+    heads = unchanged_heads("actor", "AReaL")
+    return Sides("areal", versioned("areal"), trainer, list(filter(None, others)), heads)
 
 
 def _rollout(backend: str, config: Any, *, follows: bool) -> Engine:
     key = f"{backend}.dtype"
     value = _coerce(config[backend], key)
-    engine = Engine("rollout", CANONICAL.get(value, AUTO), key, value, follows=follows)
+    engine = Engine("rollout", ALIASES.get(value, AUTO), key, value, follows=follows)
     return resolve_by_model(engine, backend, str(config.actor.path))
 
 
@@ -101,8 +98,7 @@ def merge(call: Call, config_cls: Any) -> Any:
         return config
     from areal.utils.environ import is_single_controller
 
-    both = engines(config, follows=is_single_controller())
-    if both is not None:
-        report_heads(versioned("areal"), heads, None)
-        report_engines(versioned("areal"), *both, partial(write_key, config))
+    sides = read_sides(config, follows=is_single_controller())
+    if sides is not None:
+        report_sides(sides, partial(write_key, config))
     return config

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from precision_shim.adapting import Call, collect, seam, versioned
-from precision_shim.precision.effect import Written
+from precision_shim.adapting.dtypes import Written
 
 from .. import megatron
-from ..agreement import sglang_flags
+from ..common import sglang_flags
 from ..megatron import GROUP, SCALING
 
 MODEL = "miles.backends.megatron_utils.model"

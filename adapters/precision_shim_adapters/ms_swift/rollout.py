@@ -9,21 +9,17 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
-from precision_shim.precision.dtypes import name_of
+from precision_shim.adapting.dtypes import ALIASES, name_of
+from precision_shim.adapting.rollouts import AUTO, Engine
 
-from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, write_key
-from ..agreement.report import FEATURE, report_engines
+from ..agreement.report import FEATURE, Sides, report_sides
 
 GROUP = "rollout"
 _EXTRA = "vllm_engine_kwargs"
 """The section whose keys override vLLM's arguments."""
-
-
-heads = unchanged_heads("model", "ms-swift")
-"""Reads the LM head of the trainer."""
 
 
 def _where() -> str:
@@ -38,7 +34,7 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
     value = section.get("dtype")
     if value is not None:
         value = section["dtype"] = engine_name(value, key, _where(), (AUTO,))
-    engine = Engine(group, CANONICAL.get(str(value), AUTO), key, value)
+    engine = Engine(group, ALIASES.get(str(value), AUTO), key, value)
     return resolve_by_model(engine, "vllm", str(config.get("model")))
 
 
@@ -77,6 +73,7 @@ def compare(call: Call) -> None:
     ]
     trainer = _trainer(pipeline._data_info.get("_driver_args"))
     if others and trainer is not None:
-        report_heads(_where(), heads, None)
-        report_engines(_where(), trainer, others, partial(write_key, pipeline.group_cfgs))
+        heads = unchanged_heads("model", "ms-swift")
+        sides = Sides("ms-swift", _where(), trainer, others, heads)
+        report_sides(sides, partial(write_key, pipeline.group_cfgs))
     call.proceed()

@@ -8,26 +8,21 @@ weights. Megatron's own rollout (``backend: megatron``) and the teachers of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting.rollouts import AUTO, FP8, Engine
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, CANONICAL, ENGINE_NAMES, FP8, Engine
-from precision_shim.precision.dtypes import name_of
 
-from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
-from ..agreement.names import engine_name, with_rounded, write_key
-from ..agreement.report import FEATURE, JobEngines, report_engines
-from .training.dtensor import DTYPES, FRAMEWORK
+from ..agreement.names import engine_name, write_key
+from ..agreement.report import FEATURE, Sides, report_sides
+from .config import FRAMEWORK, PLACE, SECTIONS, read_rollout, read_trained
 
 GROUP = "rollout"
-PLACE = "policy.generation"
 _DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
-_SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
-"""Maps a rollout engine to the section and the key of its dtype in the config."""
 
 
 def coerce_names(generation: Any, place: str = PLACE) -> None:
@@ -36,7 +31,7 @@ def coerce_names(generation: Any, place: str = PLACE) -> None:
     Raises:
         DtypeError: the name at the key ``place`` is unknown, or vLLM would receive two dtypes.
     """
-    name, field = _SECTIONS.get(str(generation.get("backend")), ("", ""))
+    name, field = SECTIONS.get(str(generation.get("backend")), ("", ""))
     section = generation.get(name) or {}
     where = versioned(FRAMEWORK)
     if section.get(field) is not None:
@@ -72,85 +67,31 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
     return call.proceed()
 
 
-def read_sides(config: Any) -> JobEngines | None:
-    """Read a job's ``MasterConfig``; ``None`` without a rollout or for an unknown policy dtype.
+def read_sides(config: Any) -> Sides | None:
+    """Read both sides of a job's ``MasterConfig``; ``None`` without a rollout.
 
     Raises:
         DtypeError: the rollout's dtype name is unknown.
     """
     policy = _part(config, "policy")
-    trainer = _trained(policy, "policy")
-    if trainer is None or not _generates(policy) or _part(config, "teachers"):
+    generation = policy.get("generation")
+    if not isinstance(generation, Mapping):
         return None
-    rollout, teacher = _resolved(policy), _trained(_part(config, "teacher"), "teacher")
-    others = [engine for engine in (rollout, teacher) if engine is not None]
-    return JobEngines(trainer, others)
-
-
-def _path(policy: Mapping[str, Any]) -> str:
-    return str(policy.get("model_name") or "")
-
-
-def _resolved(policy: Mapping[str, Any]) -> Engine | None:
-    engine = _rollout_of(policy)
-    if engine is None:
-        return None
-    return resolve_by_model(engine, str(policy["generation"].get("backend")), _path(policy))
-
-
-def _trained(section: Mapping[str, Any], name: str) -> Engine | None:
-    written = section.get("precision", "")
-    dtype = DTYPES.get(written)
-    return None if dtype is None else Engine(name, name_of(dtype), f"{name}.precision", written)
-
-
-def _generates(policy: Mapping[str, Any]) -> bool:
-    return isinstance(policy.get("generation"), Mapping)
-
-
-read_heads = unchanged_heads("policy", "NeMo-RL")
-"""Reads the LM head of the trainer."""
+    trainer = None if _part(config, "teachers") else read_trained(policy, "policy")
+    others: list[Engine] = []
+    if trainer is not None:
+        rollout, teacher = read_rollout(policy), read_trained(_part(config, "teacher"), "teacher")
+        if rollout is not None:
+            path = str(policy.get("model_name") or "")
+            rollout = resolve_by_model(rollout, str(generation.get("backend")), path)
+        others = [engine for engine in (rollout, teacher) if engine is not None]
+    heads = unchanged_heads("policy", "NeMo-RL")
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
 
 
 def _part(config: Any, name: str) -> Any:
     part = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return part or {}
-
-
-def _rollout_of(policy: Mapping[str, Any]) -> Engine | None:
-    trainer, generation = _trained(policy, "policy"), policy.get("generation")
-    if trainer is None or not isinstance(generation, Mapping):
-        return None
-    backend = str(generation.get("backend"))
-    if backend == "megatron":
-        because = f"{PLACE}.backend is 'megatron', which computes in {trainer.key}"
-        return replace(trainer, subject="rollout", because=because)
-    name, field = _SECTIONS.get(backend, ("", ""))
-    if not name:
-        return None
-    section, at = generation.get(name) or {}, f"{PLACE}.{name}"
-    key, value, because = f"{PLACE}.{name}.{field}", section.get(field), ""
-    if value is not None:
-        read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
-        if read == FP8:
-            because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16"
-    elif name == "vllm_cfg" or name not in generation:
-        return None
-    else:  # NeMo-RL passes SGLang no dtype
-        read, because = AUTO, f"{key} is left out"
-    own = Engine("rollout", CANONICAL.get(read, read), key, value, because)
-    options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
-    if name == "vllm_cfg" and read != FP8:  # with fp8 NeMo-RL itself writes these vllm_kwargs
-        options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"
-    return with_rounded(own, options, at)
-
-
-def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The value and key of the rollout's dtype in a policy's config; ``None`` without rollout."""
-    engine = _rollout_of(policy)
-    if engine is None:
-        return None
-    return ENGINE_NAMES.get(engine.computes, engine.computes), engine.key
 
 
 @seam(
@@ -173,9 +114,7 @@ def compare_engines(call: Call, master_config: Any) -> Any:
         DtypeError: the rollout's dtype name is unknown.
         UnsupportedPrecisionError: in strict mode, the policy is float16 and an engine is not.
     """
-    both, write = read_sides(master_config), partial(write_key, master_config)
-    if _generates(_part(master_config, "policy")):
-        report_heads(versioned(FRAMEWORK), read_heads, None)
-    if both is not None and both.trainer is not None:
-        report_engines(versioned(FRAMEWORK), both.trainer, both.others, write)
+    sides = read_sides(master_config)
+    if sides is not None:
+        report_sides(sides, partial(write_key, master_config))
     return call.proceed()

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing.automatic import watch
+from precision_shim.adapting.audit import watch
 
 from .checkpoints import FSDP2
 from .training import STRATEGY, written

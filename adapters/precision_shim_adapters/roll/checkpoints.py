@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from precision_shim.adapting.scaling import METADATA, read_metadata
 from precision_shim.errors import CheckpointUnreadableError
-from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_metadata
 
 FSDP2 = "fsdp2"
 """The group name (see ``Seam``) of the seams for ROLL on FSDP2."""

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.agreement import AUTO, Engine
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.adapting.dtypes import name_of, parse_dtype
+from precision_shim.adapting.rollouts import AUTO, Engine
 
-from ..agreement.lm_head import report_heads, unchanged_heads
+from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import write_key
-from ..agreement.report import FEATURE, report_engines
+from ..agreement.report import FEATURE, Sides, report_sides
 
 GROUP = "rollout"
 _ENGINES = ("vllm", "sglang")
@@ -23,19 +23,16 @@ _NAMES = {name: name for name in ("fp16", "bf16", "fp32")}
 _KEY = "model_args.dtype"
 
 
-def engines(config: Any) -> tuple[Engine, list[Engine]] | None:
-    """Read a pipeline's trainer and the other engines; ``None`` if it trains no policy."""
+def read_sides(config: Any) -> Sides | None:
+    """Read both sides of a pipeline; ``None`` if it trains no policy."""
     trainer = _engine(config, "actor_train", "actor")
     if trainer is None:
         return None
     others = [_engine(config, "actor_infer", "rollout")]
     if getattr(config, "enable_reference", True):
         others.append(_engine(config, "reference", "ref"))
-    return trainer, list(filter(None, others))
-
-
-heads = unchanged_heads("actor", "ROLL")
-"""Reads the LM head of the trainer."""
+    heads = unchanged_heads("actor", "ROLL")
+    return Sides("roll", versioned("roll"), trainer, list(filter(None, others)), heads)
 
 
 def _engine(config: Any, key: str, subject: str) -> Engine | None:
@@ -86,8 +83,7 @@ def start(call: Call, pipeline_config: Any) -> None:
         UnsupportedPrecisionError: strict mode is on, and only the trainer computes in float16, or
             the user asks for an LM head in fp32.
     """
-    both = engines(pipeline_config)
-    if both is not None:
-        report_heads(versioned("roll"), heads, None)
-        report_engines(versioned("roll"), *both, partial(_write, pipeline_config))
+    sides = read_sides(pipeline_config)
+    if sides is not None:
+        report_sides(sides, partial(_write, pipeline_config))
     call.proceed()

@@ -18,11 +18,10 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import Call, seam
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written
-from precision_shim.scaling import SaveAside, ScalerSettings
+from precision_shim.adapting.dtypes import COMPUTES, REDUCES, Written
+from precision_shim.adapting.scaling import SaveAside, ScalerSettings, files_of_rank
 
 from ..torch_fp16 import FEATURE, ScaledTraining
-from ..torch_fp16.files import files_of_rank, save_after, saved_aside
 from ..torch_fp16.states import make_missing_states
 from ..torch_fp16.stepping import NormsInFp32, note_skip
 from .checkpoints import FSDP2, has_states
@@ -175,14 +174,14 @@ def save(call: Call, checkpoint_dir: Any, is_last_step: Any) -> Any:
     place = os.path.dirname(checkpoint_dir)
     places = {f"{os.path.basename(checkpoint_dir)}/": checkpoint_dir}
     if is_last_step or not strategy.async_save_strategy:
-        with saved_aside(training, place, places) as aside:
+        with training.saved_aside(place, places) as aside:
             (call.arguments["checkpoint_dir"],) = aside.values()
             return call.proceed()
-    save_aside = SaveAside(places, None)
+    save_aside = SaveAside(places)
     (call.arguments["checkpoint_dir"],) = save_aside.places.values()
     result = call.proceed()
     group = strategy._get_dcp_process_group()  # ROLL waits for this save before the next
-    future = save_after(strategy.checkpoint_future, training, place, save_aside, group)
+    future = training.save_after(strategy.checkpoint_future, place, save_aside, group)
     strategy.checkpoint_future = future
     return result
 

@@ -16,7 +16,7 @@ from precision_shim.adapting import collect
 
 from .. import megatron as backend
 from ..megatron.training import offload
-from . import checkpoints, config
+from . import checkpoints, written
 from .audit import optimizers, sent_weights
 from .rollout import driver, lm_head
 from .training import fsdp, megatron, overflow, processes
@@ -24,7 +24,7 @@ from .training import fsdp, megatron, overflow, processes
 SEAMS = collect(
     backend.SEAMS,
     megatron,
-    config,
+    written,
     offload.seams(
         f"{megatron.TRAIN}.distributed.megatron.megatron_utils",
         (f"{megatron.TRAIN}.distributed.megatron.megatron_strategy",),

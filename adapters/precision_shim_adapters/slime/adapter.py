@@ -14,7 +14,7 @@ from typing import Any
 from precision_shim.adapting import Call, collect, seam, versioned
 
 from .. import megatron
-from ..agreement import sglang_flags
+from ..common import sglang_flags
 from ..megatron import GROUP, SCALING
 
 MODEL = "slime.backends.megatron_utils.model"

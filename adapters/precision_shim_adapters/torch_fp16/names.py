@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from precision_shim.errors import DtypeError
-from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.dtypes import name_of, parse_dtype
 
-_NAMES: Mapping[torch.dtype, tuple[str, ...]] = {
-    torch.bfloat16: ("bf16", "bfloat16"),
-    torch.float16: ("fp16", "float16", "16"),
-    torch.float32: ("fp32", "float32", "32"),
-}
-"""Maps a dtype to its names in ``PrecisionType.to_dtype``, which accepts no other names."""
-
-_BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
+_NAMES = ("bf16", "bfloat16", "fp16", "float16", "16", "fp32", "float32", "32")
+"""The dtype names in ``PrecisionType.to_dtype``, which accepts no others."""
 
 
 def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
@@ -28,15 +22,13 @@ def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
     Raises:
         DtypeError: the engine does not accept the name; the error names the config's ``key``.
     """
-    if isinstance(value, torch.dtype) and value in _NAMES:
-        return value
-    name = str(value) if isinstance(value, int | str) and value is not True else ""
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    allowed = ", ".join("/".join(names) for names in _NAMES.values())
+    name = name_of(value) if isinstance(value, torch.dtype) else str(value)
+    dtype = parse_dtype(name) if name in _NAMES else None
+    if dtype is not None:
+        return dtype
     raise DtypeError(
-        f"{where}: {key}={value!r} names no dtype that its FSDP engine takes; allowed: {allowed}, "
-        f"spelled so. Correct {key}.",
+        f"{where}: {key}={value!r} names no dtype that its FSDP engine takes; allowed: "
+        f"{', '.join(_NAMES)}, spelled so. Correct {key}.",
         key=key,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Settings, current_settings
-from precision_shim.precision.scaler_record import ScalerSettings, in_words
+from precision_shim.scaling.record import ScalerSettings, in_words
 
 FEATURE = "fp16-scaling"
 

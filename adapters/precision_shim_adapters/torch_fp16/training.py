@@ -7,6 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -372,23 +373,39 @@ class ScaledTraining:
                 raise
             warn(f"{self._where}: {error}")
 
-    def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
-        """Restore the scaler from the file beside a checkpoint; every rank must call ``restore``.
+    @contextmanager
+    def saved_aside(self, place: str, directories: Mapping[str, str]) -> Iterator[dict[str, str]]:
+        """Yield the directories to save into; then move the files, and write the scaler's state.
 
-        If the scaler's file belongs to another save, the shim warns, and the scaler starts fresh.
-        For ``files`` see ``scaling.load``.
-
-        Raises:
-            ScalerCheckpointError: on every rank, if the file is damaged or (strict) of another
-                save.
+        Every rank calls ``saved_aside``. ``place`` is the directory of the scaler's file; for
+        ``directories`` see ``SaveAside``.
         """
-        where = os.path.join(os.fspath(directory), FILE_NAME)
-        try:
-            lines = scaling.load(directory, self.scaler, files=files)
-        except ScalerOfAnotherSaveError as error:
-            self._begin_anew(str(error), "Delete the file to continue so without this error.")
-            return
-        self._tell_restored(where, lines)
+        with scaling.SaveAside(directories) as save:
+            yield save.places
+        self.save(place, prints=save.prints)
+
+    def save_after(
+        self, saved: Future[Any], place: str, save: scaling.SaveAside, group: Any
+    ) -> Future[Any]:
+        """Finish ``save`` with the scaler's present state when a save in the background has ended.
+
+        Every rank calls ``save_after``. ``group`` is a process group of all ranks, for nothing else
+        until the returned future, which replaces ``saved``, has ended.
+        """
+        record, ended = scaling.record_of(self.scaler), Future[Any]()
+
+        def end(saved: Future[Any]) -> None:
+            try:
+                result = saved.result()
+                save.publish(group)
+                self.save(place, group, save.prints, record)
+            except BaseException as error:  # ``ended`` raises the error
+                ended.set_exception(error)
+            else:
+                ended.set_result(result)
+
+        saved.add_done_callback(end)
+        return ended
 
     def record(self, files: Files | None = None, save: str = "") -> dict[str, Any]:
         """The scaler's state for a framework's own file; ``save`` is the name of the save.
@@ -406,62 +423,56 @@ class ScaledTraining:
         """
         return scaling.to_tensor(scaling.record_of(self.scaler, save))
 
+    def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
+        """Restore the scaler from the file beside a checkpoint; every rank must call ``restore``.
+
+        If the scaler's file belongs to another save, the shim warns, and the scaler starts fresh.
+        For ``files`` see ``scaling.load``.
+
+        Raises:
+            ScalerCheckpointError: on every rank, if the file is damaged or (strict) of another
+                save.
+        """
+        where = os.path.join(os.fspath(directory), FILE_NAME)
+        otherwise = "Delete the file to continue so without this error."
+        self._restored(where, otherwise, lambda: scaling.load(directory, self.scaler, files))
+
     def restore_record(
-        self,
-        record: object,
-        where: str,
-        otherwise: str = "",
-        files: Files | None = None,
-        of_ranks: Sequence[torch.Tensor] = (),
+        self, record: object, where: str, otherwise: str = "", files: Files | None = None
     ) -> None:
         """Restore the scaler from a record in a framework's file; every rank must call this method.
 
-        Args:
-            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has none.
-            where: the file, for messages.
-            otherwise: a sentence on how to continue with a fresh scaler, or empty. Do not advise to
-                delete a file of the framework that contains more than the record.
-            files: this rank's files, to compare with the files that the record names.
-            of_ranks: records in the files of other ranks, all of one save if they equal ``record``.
+        Do not advise in ``otherwise`` to delete a file of the framework that contains more than the
+        record. For the arguments see ``scaling.restore``.
 
         Raises:
             ScalerCheckpointError: the record is damaged on a rank, or differs between ranks, or,
                 in strict mode, belongs to another save than the files.
         """
-        problem = another = ""
-        try:
-            records = [scaling.from_tensor(one, where) for one in of_ranks]
-            if isinstance(record, torch.Tensor):
-                record = scaling.from_tensor(record, where)
-            if record is not None:
-                another = scaling.other_save(record, where, files)
-            if any(one != record for one in records):
-                raise ScalerCheckpointError(f"{where}: the ranks' files are of different saves.")
-        except ScalerCheckpointError as error:
-            problem = f"{error} {otherwise}".rstrip()
-        another = scaling.agree(problem, record, where, another)
-        if another:
-            self._begin_anew(another, otherwise)
-            return
-        lines = None if record is None else scaling.restore(self.scaler, record, where)
-        self._tell_restored(where, lines)
+        self._restored(
+            where, otherwise, lambda: scaling.restore(self.scaler, record, where, files, otherwise)
+        )
 
-    def _tell_restored(self, where: str, lines: tuple[str, ...] | None) -> None:
-        if lines is None:
-            self._warn_of_fresh_scaler(
+    def _restored(
+        self, where: str, otherwise: str, restore: Callable[[], tuple[str, ...] | None]
+    ) -> None:
+        """Restore the scaler, or let it start fresh, and report which."""
+        try:
+            lines = restore()
+            why = (
                 f"no loss scaler state at {where}: the checkpoint was written without the shim, or "
                 "by an older one."
             )
+        except ScalerOfAnotherSaveError as error:
+            if current_settings().strict:
+                text = f"{self._where}: {error} {otherwise}".rstrip()
+                raise ScalerOfAnotherSaveError(text) from None
+            lines, why = None, str(error)
+        if lines is not None:
+            chosen = f"loss scale {self.scaler.get_scale():g} restored"
+            because = "; ".join((f"from {where}", *lines))
+            decide(self.framework, self.subject, FEATURE, chosen, because)
             return
-        chosen = f"loss scale {self.scaler.get_scale():g} restored"
-        decide(self.framework, self.subject, FEATURE, chosen, "; ".join((f"from {where}", *lines)))
-
-    def _begin_anew(self, why: str, otherwise: str) -> None:
-        if current_settings().strict:
-            raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
-        self._warn_of_fresh_scaler(why)
-
-    def _warn_of_fresh_scaler(self, why: str) -> None:
         if isinstance(self.scaler, LossScaler):  # reset the steps that the scaler may have counted
             self.scaler.reset()
         warn(

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from precision_shim.adapting import Call, seam
+from precision_shim.adapting.scaling import METADATA, SaveAside, raise_together, read_metadata
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
-from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_metadata
-from precision_shim.scaling import SaveAside, agree
 
 from ..torch_fp16 import ScaledTraining
 from .training.trainers import BOTH, SCALED, of_both
@@ -58,7 +56,7 @@ def save(call: Call, state_dict: Any) -> Any:
     """Save a checkpoint, with a record in the file of each rank."""
     if ScaledTraining.of(state_dict.get(STATE)) is None:
         return call.proceed()
-    token = _saving.set(SaveAside({}, None).name)
+    token = _saving.set(SaveAside({}).name)
     try:
         return call.proceed()
     finally:
@@ -83,7 +81,7 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
         sizes = _sizes_of_records(str(checkpoint_id), where)
     except ScalerCheckpointError as error:
         problem = str(error)
-    agree(problem, None, where)  # raises the error on all ranks
+    raise_together(problem)
     token = _loading.set((where, sizes))
     try:
         return call.proceed()
@@ -162,5 +160,5 @@ def load_state_dict(call: Call, state_dict: Any) -> Any:
     call.arguments["state_dict"] = rest
     result = call.proceed()
     where, _ = _loading.get() or (f"{STATE}.{KEY}", None)
-    training.restore_record(records[0] if records else None, where, _OTHERWISE, of_ranks=records)
+    training.restore_record(records, where, _OTHERWISE)
     return result

@@ -1,4 +1,4 @@
-"""Replace every spelling of a training dtype by torchtitan's name before torchtitan reads it.
+"""The one reader of torchtitan's config, which replaces every spelling of a dtype there.
 
 torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
 replaces a name when torchtitan builds a config, and again when a trainer receives the config.
@@ -7,7 +7,7 @@ replaces a name when torchtitan builds a config, and again when a trainer receiv
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, Literal, get_args, get_origin
@@ -15,26 +15,26 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting.dtypes import COMPUTES, REDUCES, Written, name_of, parse_dtype
+from precision_shim.adapting.rollouts import AUTO, Engine
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO
-from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.precision.effect import COMPUTES, REDUCES, Written
 
-from .training.trainers import (
-    CONTROLLER,
-    NAMES,
-    OWN_NAMES,
-    POLICY,
-    RL,
-    TRAINER,
-    refuse_float16_states,
-)
+from ..agreement.names import engine_name
+from ..torch_fp16.names import unscaled
+from .training.trainers import CONTROLLER, FRAMEWORK, NAMES, POLICY, RL, TRAINER
 
 FEATURE = "dtype-coercion"
 SETS = {"dtype": "params", "mixed_precision_param": COMPUTES, "mixed_precision_reduce": REDUCES}
 """Maps a dtype key of ``TrainingConfig`` to what it sets."""
 
+OWN_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32")}
+"""Maps each dtype in which torchtitan trains and generates to torchtitan's only name for it."""
+
+
 _NAMES = frozenset(OWN_NAMES.values())
+BECAUSE = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
+KEY = "generator.model_dtype"
+TRAINER_KEY = "trainer.training.mixed_precision_param"
 _SPELLINGS = "float16/fp16/half/16, bfloat16/bf16, float32/fp32/float/32"
 _COERCES: dict[str, Any] = {
     "feature": FEATURE,
@@ -55,7 +55,7 @@ def own_name(value: Any, key: str) -> Any:
     name = OWN_NAMES.get(dtype)
     if name is None:
         raise DtypeError(
-            f"{versioned('torchtitan')}: {key}={value!r} names no dtype that torchtitan computes "
+            f"{versioned(FRAMEWORK)}: {key}={value!r} names no dtype that torchtitan computes "
             f"in; allowed: {_SPELLINGS}, in any case, also with the prefix 'torch.'. "
             f"Correct {key}.",
             key=key,
@@ -99,6 +99,66 @@ def written(training: Any, prefix: str) -> tuple[Written, ...]:
         Written(f"{prefix}training.{key}", getattr(training, key), sets)
         for key, sets in SETS.items()
     )
+
+
+def computes_in_float16(training: Any) -> bool:
+    """Whether a ``TrainingConfig`` makes the model compute in float16."""
+    name = training.mixed_precision_param
+    return isinstance(name, str) and parse_dtype(name) is torch.float16
+
+
+def refuse_float16_states(training: Any, place: str = "training.") -> None:
+    """Raise a ``DtypeError`` if a config has parameters and optimizer states in float16."""
+    if isinstance(training.dtype, str) and parse_dtype(training.dtype) is torch.float16:
+        raise DtypeError(
+            f"{versioned(FRAMEWORK)}: {place}dtype={training.dtype!r} puts parameters and "
+            "optimizer states into float16, where AdamW's eps of 1e-8 is 0 and parameters are not "
+            "finite after a few finite steps; allowed: float32, bfloat16. Leave "
+            f"{place}dtype out, and set {place}mixed_precision_param=float16 to compute in fp16.",
+            key=f"{place}dtype",
+        )
+
+
+def find_unscaled(training: Any, place: str = "training") -> str:
+    """Return a warning if FSDP sums gradients in float16 although nothing scales the loss."""
+    computes = parse_dtype(str(training.mixed_precision_param))
+    sums = parse_dtype(str(training.mixed_precision_reduce))
+    says = [f"{place}.mixed_precision_reduce"] if sums is torch.float16 else []
+    return unscaled(versioned(FRAMEWORK), says, computes, f"{place}.mixed_precision_param")
+
+
+def generator_dtype_name(value: Any) -> Any:
+    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
+
+    Raises:
+        DtypeError: the name is unknown, or is ``auto``, which lets vLLM choose the dtype.
+    """
+    if isinstance(value, str) and value.strip().lower() == AUTO:
+        raise DtypeError(
+            f"{versioned(FRAMEWORK)}: {KEY}={value!r}: vLLM chooses the dtype in another process, "
+            "and the trainer has to know it to send the weights in it; allowed here: "
+            "float16/fp16/half, bfloat16/bf16, float32/fp32/float. Write the dtype that vLLM is to "
+            "generate in.",
+            key=KEY,
+        )
+    return engine_dtype_name(value, ())
+
+
+def engine_dtype_name(value: Any, also: Sequence[str]) -> Any:
+    """The name that vLLM and torchtitan have for the generator's dtype; empty values are kept."""
+    if value is None or value == "":  # the weights are sent in the trainer's dtype
+        return value
+    return engine_name(value, KEY, versioned(FRAMEWORK), also)
+
+
+def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
+    """The dtypes of trainer and generator (torchtitan's name); ``None`` if either is not known."""
+    computes = parse_dtype(str(training.mixed_precision_param))
+    generates = parse_dtype(str(model_dtype))
+    if computes is None or generates is None:
+        return None
+    rollout = Engine("rollout", name_of(generates), KEY, model_dtype)
+    return Engine("policy", name_of(computes), TRAINER_KEY), rollout
 
 
 @seam(

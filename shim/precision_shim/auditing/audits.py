@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from ..errors import AuditError
+from ..process.versions import version_of
 from . import latest, meters, rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
@@ -75,7 +75,7 @@ def look(
     """Make the audit that ``audit`` returns, with the framework's and the model's names set.
 
     An empty ``framework`` means the name of the optimizer's package. ``whole`` is whether
-    ``optimizer`` includes all of the model's optimizers. For ``mend`` see ``rules.problems``, for
+    ``optimizer`` includes all of the model's optimizers. For ``mend`` see ``rules.find``, for
     all other arguments ``audit``.
     """
     named = rules.parse_expected(expected)
@@ -93,8 +93,8 @@ def look(
             for name in ("frozen", "other"):
                 if not part.components[name].dtypes:
                     due.pop(name, None)
-        problems += rules.problems(reading, part, due, where, mend, wrote=wrote)
-        notes += rules.notes(reading, part, where)
+        wrong, told = rules.find(reading, part, due, where, mend, wrote=wrote)
+        problems, notes = problems + wrong, notes + told
     rank, world = rank_of_job()
     every = [size for sizes in measured for size in sizes.values()]
     totals = {
@@ -132,15 +132,8 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
 @functools.cache  # versions are read from files
 def where_of(framework: str, package: str) -> str:
     """Return the names and versions of a framework and a package, for messages."""
-    names = [name for name in dict.fromkeys((framework, package)) if name]
-    return ", ".join(f"{name} {_version(name)}".strip() for name in names)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:  # the package is a checkout that was not installed
-        return ""
+    names = filter(None, dict.fromkeys((framework, package)))
+    return ", ".join(f"{name} {version_of(name, ()) or ''}".strip() for name in names)
 
 
 def rank_of_job() -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def watch(
             reference, and a function of this object that returns the loss scaler.
         by_user: function that returns whether the user's own config caused a problem.
         told: function that returns whether the user has already been warned of a problem.
-        mend: see ``rules.problems``.
+        mend: see ``rules.find``.
         wrote: the dtypes that the user wrote for the model in the framework's config.
 
     Raises:
@@ -67,11 +67,21 @@ def watch(
             known.wrote += tuple(further)
             known.look()
         return
-    watcher = _Watcher(framework, subject, optimizer, stepped=stepped, model=model)
-    watcher.by_user, watcher.told = by_user, told
-    if scaler is not None:  # a strong reference would keep a dropped engine's memory
-        watcher.scaler = weakref.ref(scaler[0]), scaler[1]
-    watcher.mend, watcher.wrote = mend, tuple(wrote)
+    several = model if isinstance(model, (list, tuple)) else [model]
+    modules = [weakref.ref(module) for module in several if module is not None]
+    watcher = _Watcher(
+        framework,
+        subject,
+        weakref.ref(stepped) if stepped is not None else next(iter(modules), None),
+        modules,
+        tuple(wrote),
+        optimizer=weakref.ref(optimizer),
+        # A strong reference would keep a dropped engine's memory.
+        scaler=None if scaler is None else (weakref.ref(scaler[0]), scaler[1]),
+        by_user=by_user,
+        told=told,
+        mend=mend,
+    )
     latest.add(watcher)
     every = current_settings()["watch_updates"]
     if stepped is not None and every:
@@ -93,8 +103,8 @@ def tell_without_effect(
         InconsistentPrecisionError: in strict mode.
     """
     where = where_of(framework, "")
-    found = (f"{one.message}. {one.remedy}" for one in without_effect(tuple(wrote), held))
-    said = [f"{subject}: {CODE}: {where}, {text}" for text in found]
+    found = without_effect(tuple(wrote), held).problems
+    said = [f"{subject}: {CODE}: {where}, {problem}" for problem in found]
     _raise_if_strict(said)
     for text in said:
         _journal.warn(text, stacklevel=None)
@@ -108,32 +118,19 @@ def _raise_if_strict(wrong: Sequence[str]) -> None:
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class _Watcher(latest.Watched):
     """Audits one optimizer; has only weak references to the optimizer and the model."""
 
+    optimizer: weakref.ref[Any]
     scaler: tuple[weakref.ref[Any], Callable[[Any], Any]] | None = None
     by_user: Callable[[Finding], bool] | None = None
     told: Callable[[Finding], bool] | None = None
-    mend = ""
-
-    def __init__(
-        self,
-        framework: str,
-        subject: str,
-        optimizer: Any,
-        *,
-        stepped: torch.optim.Optimizer | None,
-        model: Any,
-    ) -> None:
-        several = model if isinstance(model, (list, tuple)) else [model]
-        modules = [weakref.ref(module) for module in several if module is not None]
-        owner = weakref.ref(stepped) if stepped is not None else next(iter(modules), None)
-        super().__init__(framework, subject, owner, modules)
-        self._optimizer = weakref.ref(optimizer)
-        self._stem = ""
-        self._steps = 0
-        self._done = False
-        self._said_figures = False
+    mend: str = ""
+    _stem: str = ""
+    _steps: int = 0
+    _done: bool = False
+    _said_figures: bool = False
 
     def after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Audit again after the steps 1, 2, 4, 8 and so on, until a step has made states."""
@@ -147,7 +144,7 @@ class _Watcher(latest.Watched):
 
     def look(self, last: bool = False) -> Audit | None:
         """Make, store, write and report an audit; return ``None`` if the audit failed."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         if optimizer is None:
             return None
         owner = self.scaler and self.scaler[0]()
@@ -162,11 +159,11 @@ class _Watcher(latest.Watched):
                 mend=self.mend,
             )
         except Exception as error:  # a failed audit must not end the training run
-            _journal.tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
+            _journal.warn_or_say(f"the audit of {type(optimizer).__name__} failed: {error!r}")
             return None
         self._keep(audit)
         if last or audit.complete:
-            _journal.announce(f"{audit.whose}: audit: {audit.brief()}")
+            _journal.log(f"{audit.whose}: audit: {audit.brief()}")
         self._judge(audit)
         return audit
 
@@ -176,10 +173,10 @@ class _Watcher(latest.Watched):
         try:
             from .updates import attach
 
-            for reading in read_optimizers(self.modules() or None, self._optimizer(), whole=False):
+            for reading in read_optimizers(self.modules() or None, self.optimizer(), whole=False):
                 attach(reading, every, on_figures=self.take_figures, **names)
         except Exception as error:  # a failed measurement must not end the training run
-            _journal.tell(
+            _journal.warn_or_say(
                 f"{self.framework} {self.subject}: lost updates are not measured: {error!r}"
             )
 
@@ -196,7 +193,7 @@ class _Watcher(latest.Watched):
         self._keep(audit)
         if not self._said_figures:
             self._said_figures = True
-            _journal.announce(f"{audit.whose}: {updates_line(figures)}")
+            _journal.log(f"{audit.whose}: {updates_line(figures)}")
 
     def _judge(self, audit: Audit) -> None:
         _raise_if_strict(
@@ -226,4 +223,4 @@ class _Watcher(latest.Watched):
             self.not_written = ""
         except OSError as error:
             self.not_written = files.not_written(directory, error)
-            _journal.tell(self.not_written)
+            _journal.warn_or_say(self.not_written)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..files.writing import write_whole
 from .record import Audit
 
 T = TypeVar("T")
@@ -33,22 +33,6 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
     path = Path(directory) / f"{stem}.rank{audit.rank}{SUFFIX}"
     write_whole(path, json.dumps(audit.to_dict(), indent=1) + "\n")
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically; its directory is created if it does not exist.
-
-    Raises:
-        OSError: the file cannot be written; no temporary file is left.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".audit-{uuid.uuid4().hex}.tmp")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:

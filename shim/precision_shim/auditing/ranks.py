@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .record import OF_MODEL, SOME, Audit, AuditPart, Finding
+
+T = TypeVar("T")
 
 _PASSING = ("grad_copies", "other")
 """Components whose dtypes may differ between ranks: they exist only in a step, or count steps."""
@@ -52,7 +55,7 @@ class Comparison:
         whose: framework and subject.
         part: names of the audit's parts, such as ``"dense+experts"``.
         audits: the audit of each rank that has one, by rank.
-        differ: by rank outside the majority: each differing key's majority value and own value.
+        differ: by rank that differs: each differing key's value on most ranks, and its own value.
         missing: ranks without an audit.
     """
 
@@ -71,11 +74,11 @@ class Comparison:
     @property
     def problems(self) -> dict[str, list[int]]:
         """Map each problem's text to the ranks that have the problem."""
-        found: dict[str, list[int]] = {}
-        for rank, audit in self.audits.items():
-            for problem in audit.problems:
-                found.setdefault(f"{problem.code}: {problem.message}", []).append(rank)
-        return found
+        return grouped(
+            (f"{problem.code}: {problem.message}", rank)
+            for rank, audit in self.audits.items()
+            for problem in audit.problems
+        )
 
     @property
     def before_step(self) -> list[int]:
@@ -100,14 +103,10 @@ class Comparison:
         alike = self.alike
         example = max((self.audits[rank] for rank in alike), key=lambda audit: audit.complete)
         lines.append(f"  {numbers(alike)}: {example.brief()}")
-        by_what: dict[str, list[int]] = {}
-        for rank, what in self.differ.items():
-            texts = (
-                f"{key} is {shown(there)}, elsewhere {shown(here)}"
-                for key, (here, there) in what.items()
-            )
-            by_what.setdefault("; ".join(texts), []).append(rank)
-        lines += [f"  differs, {numbers(ranks)}: {text}" for text, ranks in by_what.items()]
+        texts = (
+            ("; ".join(map(_difference, what.items())), rank) for rank, what in self.differ.items()
+        )
+        lines += [f"  differs, {numbers(ranks)}: {text}" for text, ranks in grouped(texts).items()]
         lines += [
             f"  {text}: {numbers(ranks)}"
             for text, ranks in (
@@ -139,6 +138,19 @@ class Comparison:
             "before_step": self.before_step,
             "without_some": self.without_some,
         }
+
+
+def _difference(item: tuple[str, tuple[Any, Any]]) -> str:
+    key, (elsewhere, there) = item
+    return f"{key} is {shown(there)}, elsewhere {shown(elsewhere)}"
+
+
+def grouped(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
+    """Map the first of each pair to the ranks that it is paired with."""
+    found: dict[T, list[int]] = {}
+    for what, rank in pairs:
+        found.setdefault(what, []).append(rank)
+    return found
 
 
 def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
@@ -177,20 +189,10 @@ def _differing(found: Mapping[int, Audit]) -> dict[int, dict[str, tuple[Any, Any
         }
         for rank, audit in found.items()
     }
-    most = _majority(said.values())
-    if all(unlike(most, statement) for statement in said.values()):
-        # If no rank agrees with the majority on all keys, compare with the rank that differs least.
-        most = min(said.values(), key=lambda statement: len(unlike(most, statement)))
+    # Compare with the rank whose values most ranks share; in a tie, with the lowest rank.
+    votes = Counter((key, shown(value)) for each in said.values() for key, value in each.items())
+    most = max(said.values(), key=lambda each: sum(votes[k, shown(v)] for k, v in each.items()))
     return {rank: what for rank, each in said.items() if (what := unlike(most, each))}
-
-
-def _majority(said: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the most frequent value of each key; in a tie, the value of the lowest rank."""
-    votes: dict[str, dict[str, list[Any]]] = {}
-    for statement in said:
-        for key, value in statement.items():
-            votes.setdefault(key, {}).setdefault(shown(value), []).append(value)
-    return {key: max(by_value.values(), key=len)[0] for key, by_value in votes.items()}
 
 
 def numbers(ranks: Sequence[int]) -> str:

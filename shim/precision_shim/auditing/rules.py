@@ -43,7 +43,11 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
     return found
 
 
-def problems(
+_Fault = tuple[str, "str | None", str, str, str]
+"""Code, component, the expected dtype, what was found, and the remedy."""
+
+
+def find(
     reading: Reading,
     part: AuditPart,
     expected: Mapping[str, str],
@@ -51,8 +55,10 @@ def problems(
     mend: str = "",
     *,
     wrote: Collection[Written] = (),
-) -> Iterator[Finding]:
-    """Yield the contradictions between a part and a config or ``expected``.
+) -> tuple[list[Finding], list[Finding]]:
+    """Return the problems of a part and its notes.
+
+    A problem contradicts a config or ``expected``; a note puts the training's precision at risk.
 
     Args:
         reading: the optimizer.
@@ -62,45 +68,61 @@ def problems(
         mend: the config key, with its value, that keeps the parameters in fp32.
         wrote: the dtypes that the user wrote in the framework's config.
     """
-    tell = _teller(part.name, where)
+
+    def told(faults: Iterable[_Fault]) -> list[Finding]:
+        found = []
+        for code, component, due, there, remedy in faults:
+            place = ", ".join(word for word in (where, part.name, component) if word)
+            message = f"{place}: expected {due}, found {there}: {remedy}."
+            found.append(Finding(code, part.name, component, due, there, message))
+        return found
+
+    problems, notes = [*_problems(reading, part, expected, wrote)], [*_notes(reading)]
+    bare, most = _no_master(reading, mend)
+    if bare:
+        (problems if most else notes).insert(0, (NO_MASTER, "master", "fp32", NOTHING, bare))
+    if part.scaler is None and any(p.dtype is torch.float16 for p in reading.trainable):
+        known = reading.wanted is not None or reading.scaler is not None
+        (problems if known else notes).append(_no_scaler(reading))
+    lost = lost_updates(part.updates, part.name, f"{where}, {part.name}") if part.updates else ()
+    return told(problems), [*told(notes), *lost]
+
+
+def _problems(
+    reading: Reading, part: AuditPart, expected: Mapping[str, str], wrote: Collection[Written]
+) -> Iterator[_Fault]:
     held = {name: component.dtypes for name, component in part.components.items()}
     held.update({name: (name_of(dtype),) for name, dtype in reading.mixed.items()})
     told = set(expected)
-    for fault in without_effect(wrote, held):
-        told.add(fault.written.sets)
-        due, text = fault.written.dtype or "an effect", f"{fault.message}. {fault.remedy}"
-        yield tell(CODE, fault.written.sets or None, due, fault.found or NOTHING, text.rstrip("."))
-    bare, most = _no_master(reading, mend)
-    if bare and most:
-        yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
+    by_key = {one.key: one for one in wrote}
+    for fault in without_effect(wrote, held).problems:
+        one = by_key[fault.key]
+        told.add(one.sets)
+        found = "+".join(one.in_force(held)) or NOTHING
+        yield CODE, one.sets or None, one.dtype or "an effect", found, str(fault).rstrip(".")
     for low in _low_step_counts(reading):
         remedy = f"in {low} it stands still at {LAST_COUNTS[low]}: keep each state's 'step' in fp32"
-        yield tell("step-count", None, "a step count in fp32", low, remedy)
+        yield "step-count", None, "a step count in fp32", low, remedy
     for component, dtype in expected.items():
         there = part.components[component]
         unknown = there.state == "later" and not there.dtypes  # before the first step
         as_meant = unknown or there.dtypes in ((dtype,), ("fp8",) if dtype == "uint8" else (dtype,))
         if not as_meant and (there.dtypes or reading.owned):
             found = "+".join(there.dtypes) or NOTHING
-            yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")
-    wanted = reading.wanted
-    if wanted is not None:
-        for code, whose, due, found, words in _contradictions(reading, wanted):
-            if whose not in told:
-                yield tell(code, whose, due, found, wanted.remedy(code, due, **words))
-    if part.scaler is not None or not _is_fp16(reading):
-        return
-    if wanted is not None:
-        remedy = wanted.remedy("scaler-missing", "fp16")
-        yield tell("scaler-missing", "params", "a loss scaler", NOTHING, remedy)
+            yield "unexpected-dtype", component, dtype, found, "as audit(expected=...) has it"
+    if reading.wanted is not None:
+        yield from (one for one in _contradictions(reading, reading.wanted) if one[1] not in told)
+
+
+def _no_scaler(reading: Reading) -> _Fault:
+    vanish, due, found = "fp16 gradients vanish without one", "a loss scaler", NOTHING
+    if reading.wanted is not None:
+        vanish = reading.wanted.remedy("scaler-missing", "fp16")
     elif reading.scaler is not None:
-        yield tell(
-            "scaler-missing",
-            "params",
-            "a loss scaler that is on",
-            f"{type(reading.scaler).__name__}, turned off",
-            "fp16 gradients vanish without one",
-        )
+        due, found = f"{due} that is on", f"{type(reading.scaler).__name__}, turned off"
+    else:
+        vanish += "; audit() saw none, pass it as scaler= if there is one"
+    return "scaler-missing", "params", due, found, vanish
 
 
 def _low_step_counts(reading: Reading) -> list[str]:
@@ -109,28 +131,14 @@ def _low_step_counts(reading: Reading) -> list[str]:
     return sorted(steps & LAST_COUNTS.keys())
 
 
-def _teller(part: str, where: str) -> Callable[..., Finding]:
-    def tell(code: str, component: str | None, expected: str, found: str, remedy: str) -> Finding:
-        place = ", ".join(word for word in (where, part, component) if word)
-        message = f"{place}: expected {expected}, found {found}: {remedy}."
-        return Finding(code, part, component, expected, found, message)
-
-    return tell
-
-
 def _names(dtypes: Iterable[torch.dtype]) -> str:
     return "+".join(sorted(map(name_of, set(dtypes)))) or NOTHING
 
 
-def _is_fp16(reading: Reading) -> bool:
-    return any(parameter.dtype is torch.float16 for parameter in reading.trainable)
+def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Fault]:
+    def fault(code: str, whose: str | None, due: str, found: str, **words: str) -> _Fault:
+        return code, whose, due, found, wanted.remedy(code, due, **words)
 
-
-_Contradiction = tuple[str, str | None, str, str, dict[str, str]]
-"""Code, component, expected dtype, found dtypes, and the words of the remedy."""
-
-
-def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction]:
     # The gradients of fp32 parameters are fp32, regardless of the config.
     due_of = {torch.float32: torch.float32, **dict.fromkeys(SIXTEEN_BIT, wanted.main_grads)}
     views = reading.bucket_views
@@ -138,18 +146,18 @@ def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction
     for must in dict.fromkeys(due_of.values()):
         others = {found for dtype, found in pairs if due_of.get(dtype) is must} - {must}
         if must is not None and others:
-            yield "main-grads-dtype", "grad_buckets", name_of(must), _names(others), {}
+            yield fault("main-grads-dtype", "grad_buckets", name_of(must), _names(others))
     for moment in ("exp_avg", "exp_avg_sq"):
         due: torch.dtype | None = getattr(wanted, moment)
         states = (getattr(state, moment) for state in reading.owned)
         held = {value.dtype for value in states if value is not None} | reading.later(moment)
         if due is not None and held - {due}:
             words = {"component": moment, "optimizer": reading.optimizer}
-            yield "moment-dtype", moment, name_of(due), _names(held - {due}), words
-    yield from _masters(reading, wanted.masters)
+            yield fault("moment-dtype", moment, name_of(due), _names(held - {due}), **words)
+    yield from _masters(reading, wanted.masters, fault)
     for (asked, computes), names in reading.routers.items():
         if asked != computes:
-            yield "router-dtype", None, asked, computes, {"names": names}
+            yield fault("router-dtype", None, asked, computes, names=names)
     if wanted.params is None:
         return
     params = {p.dtype for p in reading.trainable if p.dtype.is_floating_point}
@@ -158,12 +166,12 @@ def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Contradiction
     if wanted.params is not torch.float32 and params == {torch.float32}:
         wrong = params
     if wrong:
-        yield "params-dtype", "params", name_of(wanted.params), _names(wrong), {}
+        yield fault("params-dtype", "params", name_of(wanted.params), _names(wrong))
 
 
 def _masters(
-    reading: Reading, wanted: Mapping[torch.dtype, torch.dtype]
-) -> Iterator[_Contradiction]:
+    reading: Reading, wanted: Mapping[torch.dtype, torch.dtype], fault: Callable[..., _Fault]
+) -> Iterator[_Fault]:
     told = reading.declared_states.master
     lacking: list[torch.dtype] = []
     wrong: dict[tuple[str, str], None] = {}
@@ -182,9 +190,9 @@ def _masters(
     if lacking:
         due = _names(wanted[dtype] for dtype in lacking)
         without = f"none for {len(lacking)} of {len(reading.owned)} tensors"
-        yield "master-missing", "master", due, without, {"params": _names(lacking)}
+        yield fault("master-missing", "master", due, without, params=_names(lacking))
     for due, held in wrong:
-        yield "master-dtype", "master", due, held, {}
+        yield fault("master-dtype", "master", due, held)
 
 
 def _no_master(reading: Reading, mend: str = "") -> tuple[str, bool]:
@@ -209,16 +217,11 @@ def _no_master(reading: Reading, mend: str = "") -> tuple[str, bool]:
     ), most
 
 
-def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
-    """Yield findings that contradict no config but put the training's precision at risk."""
-    tell = _teller(part.name, where)
-    bare, most = _no_master(reading)
-    if bare and not most:
-        yield tell(NO_MASTER, "master", "fp32", NOTHING, bare)
+def _notes(reading: Reading) -> Iterator[_Fault]:
     told = reading.declared_states.master
     copy = told(torch.float32) if told is not None else None
     if copy is not None and {state.dtype for state in reading.owned} == {torch.float32}:
-        yield tell(
+        yield (
             "master-copied",
             "master",
             f"{NOTHING} beside fp32 parameters",
@@ -226,27 +229,16 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             f"{reading.optimizer} keeps a second copy of parameters that are fp32 already, and "
             "never updates it: make the optimizer without masters",
         )
-    if part.updates:
-        yield from lost_updates(part.updates, part.name, f"{where}, {part.name}")
     second = {state.exp_avg_sq.dtype for state in reading.owned if state.exp_avg_sq is not None}
     second |= reading.later("exp_avg_sq")
     stuck = [b for b in reading.betas if len(b) > 1 and not second_moment_can_decay(b[1])]
     if torch.bfloat16 in second and stuck:
-        yield tell(
+        yield (
             "second-moment-stuck",
             "exp_avg_sq",
             "fp32, or beta2 of at most 0.99",
             f"bf16 at beta2 {stuck[0][1]:g}",
             "a bf16 second moment cannot decay there, because 1 - beta2 is not above 2^-8",
-        )
-    if reading.wanted is None and reading.scaler is None and _is_fp16(reading):
-        yield tell(
-            "scaler-missing",
-            "params",
-            "a loss scaler",
-            NOTHING,
-            "fp16 gradients vanish without one; audit() saw none, pass it as scaler= if there is "
-            "one",
         )
 
 

@@ -9,36 +9,36 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..precision.agreement import CANONICAL
-from .files import read_files, write_whole
-from .ranks import numbers
+from ..files.writing import write_whole
+from ..precision.names import ALIASES
+from .files import read_files
+from .ranks import grouped, numbers
 
 SUFFIX = ".rollout.json"
 BASE, ADAPTERS = "weights", "adapters"
 """The two groups of tensors: LoRA's adapters, and all other weights."""
 
-OWN_AT_MOST, SENT_AT_LEAST = 0.98, 0.999
-"""The audit reports a rounding to bf16 if bf16 represents less than ``OWN_AT_MOST`` of the weights
-exactly before sending, and more than ``SENT_AT_LEAST`` of the weights afterwards."""
-
-LEAST_SAMPLE = 256
-"""Minimum number of sampled elements with which the audit can detect a rounding to bf16."""
-
 
 @dataclass(frozen=True)
 class Weights:
-    """Statistics of a group of tensors.
+    """Dtypes of a group of tensors, and what a sample of their elements says.
 
     Attributes:
         dtypes: maps each dtype's name (canonical, or else torch's) to a number of elements.
-        exact: share of sampled elements that bf16 represents exactly; ``None`` without a sample.
-            Not counted: fp16's subnormal numbers, most of which bf16 represents exactly.
-        sampled: number of sampled elements.
+        exact: whether bf16 represents each sampled element exactly; ``None`` without a sample. Not
+            counted: fp16's subnormal numbers, most of which bf16 represents exactly.
     """
 
     dtypes: Mapping[str, int] = field(default_factory=dict)
-    exact: float | None = None
-    sampled: int = 0
+    exact: bool | None = None
+
+    @property
+    def mostly_bf16(self) -> bool:
+        """Whether more than half of the elements are in bf16."""
+        return 2 * self.dtypes.get("bf16", 0) > sum(self.dtypes.values())
+
+    def __str__(self) -> str:
+        return "+".join(sorted(self.dtypes)) + (" (no more than bf16's bits)" if self.exact else "")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Sent:
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield a code (docs/audit.md) and a message for each contradiction with the dtype."""
-        rollout = CANONICAL.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
+        rollout = ALIASES.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
         if rollout == "bf16" and self.computes == "fp16" and not self.quantised:
             key = f" ({self.key}=float16)" if self.key else ""
             yield (
@@ -99,15 +99,16 @@ class Sent:
             own = self.own.get(group)
             if own is None:
                 continue
-            if _mostly_bf16(weights, self.then) and not _mostly_bf16(own):
+            in_bf16 = self.then == "bf16" if self.then else weights.mostly_bf16
+            if in_bf16 and not own.mostly_bf16:
                 by = " by the framework's sender" if self.then else ""
                 yield (
                     "weights-dtype",
                     f"{group} go out in bf16{by}, the engine computes in {rollout}, and the "
-                    f"trainer keeps them in {_dtypes(own)}: each sync rounds them to bf16. Let the "
+                    f"trainer keeps them in {own}: each sync rounds them to bf16. Let the "
                     f"framework send {rollout}, or let the rollout compute in bf16.",
                 )
-            elif not self.quantised and _rounded(own, weights):
+            elif weights.exact and own.exact is False and not self.quantised:
                 yield (
                     "bf16-wire",
                     f"bf16 represents all {group} that were sent exactly, but not the trainer's "
@@ -121,11 +122,8 @@ class Sent:
         words = [f"{self.subject}, sync {self.sync}", asked]
         then = f", then rounded to {self.then}" if self.then else ""
         for group, weights in self.sent.items():
-            own = self.own.get(group, Weights())
-            words.append(
-                f"{group} in {_dtypes(weights)}{then}, exact in bf16: {_percent(weights.exact)}, "
-                f"of the trainer's own {_percent(own.exact)}"
-            )
+            own = f", of the trainer's {self.own[group]}" if group in self.own else ""
+            words.append(f"{group} in {weights}{then}{own}")
         if self.quantised:
             words.append(f"{self.quantised} layers in 8 bits")
         if self.head:
@@ -143,11 +141,7 @@ class WeightAudit:
     @property
     def contradictions(self) -> dict[tuple[str, str], list[int]]:
         """Map each contradiction (code and message) to the ranks that have it."""
-        found: dict[tuple[str, str], list[int]] = {}
-        for record in self.sent:
-            for contradiction in record.contradictions():
-                found.setdefault(contradiction, []).append(record.rank)
-        return found
+        return grouped((one, each.rank) for each in self.sent for one in each.contradictions())
 
     @property
     def ok(self) -> bool:
@@ -157,10 +151,8 @@ class WeightAudit:
     def lines(self) -> list[str]:
         """Return the records and contradictions as lines of text."""
         lines = [f"{self.framework}, weights to the rollout"]
-        by_text: dict[str, list[int]] = {}
-        for record in self.sent:
-            by_text.setdefault(str(record), []).append(record.rank)
-        lines += [f"  sent, {numbers(ranks)}: {text}" for text, ranks in by_text.items()]
+        texts = grouped((str(record), record.rank) for record in self.sent)
+        lines += [f"  sent, {numbers(ranks)}: {text}" for text, ranks in texts.items()]
         lines += [
             f"  contradiction, {numbers(ranks)}: {code}: {message}"
             for (code, message), ranks in self.contradictions.items()
@@ -201,24 +193,3 @@ def write(directory: str, sent: Sent) -> None:
 def read(directory: str) -> Iterator[tuple[Path, Sent | str]]:
     """Read the records in a directory; see ``read_files``."""
     return read_files(directory, SUFFIX, Sent.of)
-
-
-def _mostly_bf16(weights: Weights, then: str = "") -> bool:
-    if then:
-        return then == "bf16"
-    return 2 * weights.dtypes.get("bf16", 0) > sum(weights.dtypes.values())
-
-
-def _rounded(before: Weights, after: Weights) -> bool:
-    few = min(before.sampled, after.sampled) < LEAST_SAMPLE
-    if few or before.exact is None or after.exact is None:
-        return False
-    return before.exact < OWN_AT_MOST and after.exact > SENT_AT_LEAST
-
-
-def _dtypes(weights: Weights) -> str:
-    return "+".join(sorted(weights.dtypes)) or "no dtype"
-
-
-def _percent(share: float | None) -> str:
-    return "not known" if share is None else f"{100 * share:.0f} %"

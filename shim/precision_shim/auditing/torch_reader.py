@@ -229,12 +229,6 @@ def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Ten
     return found
 
 
-def mixed_dtype(chunks: Sequence[torch.nn.Module]) -> torch.dtype | None:
-    """Return the 16-bit dtype of FSDP's mixed precision; ``None`` without mixed precision."""
-    dtype = mixed_dtypes(chunks).get(COMPUTES)
-    return dtype if dtype in SIXTEEN_BIT else None
-
-
 def mixed_dtypes(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.dtype]:
     """Map ``COMPUTES`` and ``REDUCES`` to the dtypes of FSDP's mixed precision; may be empty."""
     found: list[dict[str, torch.dtype]] = []

@@ -127,7 +127,7 @@ def _harmless(hook: Hook) -> Hook:
                 hook(self, optimizer, args, kwargs)
         except Exception as error:
             self.failed = True
-            _journal.tell(f"{self.where}: lost updates are not measured: {error!r}")
+            _journal.warn_or_say(f"{self.where}: lost updates are not measured: {error!r}")
 
     return guarded
 
@@ -227,7 +227,7 @@ class Meter:
         self.notes = list(lost_updates(self.figures, self.part, self.where))
         if self.notes and not self._warned:
             self._warned = True
-            _journal.tell(self.notes[0].message)
+            _journal.warn_or_say(self.notes[0].message)
         if self._on_figures is not None:
             self._on_figures(self)
 

@@ -1,8 +1,8 @@
-"""Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
+"""Audit the weights sent to the rollout: their dtypes, and whether they have more bits than bf16.
 
 An adapter wraps the stream of weights in ``observe``, which changes neither tensors nor order nor
 timing, and adds no collective. At the syncs in ``AT``, the device compares sampled elements with
-their bf16 values; afterwards the host reads two numbers for each group of tensors.
+their bf16 values, and the host reads the results afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..precision.dtypes import live_name, name_of
+from ..precision.effect import COMPUTES
 from ..precision.lm_head import HEAD_MARK
 from ..process.session import current_settings
 from ..reporting import journal as _journal
@@ -23,7 +24,7 @@ from . import files, latest, sent_weights
 from .audits import rank_of_job
 from .reading import SIXTEEN_BIT, local
 from .sent_weights import ADAPTERS, BASE, Sent, Weights
-from .torch_reader import mixed_dtype, shards_by_gathered
+from .torch_reader import mixed_dtypes, shards_by_gathered
 
 AT = (1, 2, 8, 64, 512, 4096)
 """Numbers of the weight syncs that are audited; the first sync is number 1."""
@@ -34,6 +35,9 @@ MOST_TENSORS, MOST_ELEMENTS = 512, 512
 _LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are exact in bf16
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_Groups = dict[str, tuple[Counter[str], list[torch.Tensor]]]
+"""Elements by dtype, and whether bf16 represents each sample, of ``BASE`` and ``ADAPTERS``."""
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
@@ -107,38 +111,6 @@ def _observed(
     looker.guard(looker.write)
 
 
-class _Groups:
-    """Statistics of tensors, by ``BASE`` and ``ADAPTERS``; samples one of ``every`` tensors."""
-
-    def __init__(self, every: int = 1, then: torch.dtype | None = None) -> None:
-        self._every, self._then = every, then
-        self._elements: dict[str, Counter[str]] = {}
-        self._counts: dict[str, list[torch.Tensor]] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        group = _group_of(name)
-        self._elements.setdefault(group, Counter())[live_name(tensor.dtype)] += tensor.numel()
-        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
-            self._counts.setdefault(group, []).append(_counts(_few(tensor), self._then))
-
-    def weights(self) -> dict[str, Weights]:
-        found = {}
-        for group, elements in self._elements.items():
-            exact, sampled = _sum_of(self._counts.get(group, []))
-            found[group] = Weights(dict(elements), exact / sampled if sampled else None, sampled)
-        return found
-
-
-def _sum_of(counts: list[torch.Tensor]) -> tuple[int, int]:
-    exact = sampled = 0
-    for device in {pair.device for pair in counts}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
-        both = torch.stack([pair for pair in counts if pair.device == device]).sum(0).tolist()
-        exact, sampled = exact + both[0], sampled + both[1]
-    return exact, sampled
-
-
 class _Looker:
     """Audits the weights of one sync."""
 
@@ -147,8 +119,9 @@ class _Looker:
     ) -> None:
         self._record, self._then, self._chunks = record, then, chunks
         self._who = f"{record.framework} {record.subject}"
-        self._sent, self._own = _Groups(), _Groups()
-        self._quantised = 0
+        self._sent: _Groups = {}
+        self._own: _Groups = {}
+        self._every, self._quantised = 1, 0
         self._failed = False
 
     def guard(self, act: Callable[..., None], *args: Any) -> None:
@@ -160,7 +133,7 @@ class _Looker:
                 act(*args)
         except Exception as error:  # a failed audit must not end the training run
             self._failed = True
-            _journal.tell(
+            _journal.warn_or_say(
                 f"{self._who}: the weights that are sent to the rollout are not audited: {error!r}"
             )
 
@@ -172,10 +145,9 @@ class _Looker:
             for chunk in self._chunks
             for name, parameter in chunk.named_parameters()
         ]
-        every = max(1, len(named) // MOST_TENSORS)
-        self._sent, self._own = _Groups(every, self._then), _Groups(every)
+        self._every = max(1, len(named) // MOST_TENSORS)
         for name, parameter in named:
-            self._own.add(name, parameter)
+            self._add(self._own, name, parameter)
         heads = [
             head
             for chunk in self._chunks
@@ -183,12 +155,20 @@ class _Looker:
             if (head := vars(module).get(HEAD_MARK))
         ]
         held = {parameter.dtype for name, parameter in named if _group_of(name) == BASE}
-        computes = mixed_dtype(self._chunks) or (held.pop() if len(held) == 1 else None)
+        computes = mixed_dtypes(self._chunks).get(COMPUTES) or (len(held) == 1 and held.pop())
         self._record = replace(
             self._record,
             head=heads[-1] if heads else "",
             computes=name_of(computes) if computes in SIXTEEN_BIT else "",
         )
+
+    def _add(
+        self, groups: _Groups, name: str, tensor: torch.Tensor, then: torch.dtype | None = None
+    ) -> None:
+        elements, exact = groups.setdefault(_group_of(name), (Counter(), []))
+        elements[live_name(tensor.dtype)] += tensor.numel()
+        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
+            exact.append(_is_exact(_few(tensor), then))
 
     def look_at(self, name: str, tensor: Any) -> None:
         """Read a tensor that is sent."""
@@ -197,24 +177,34 @@ class _Looker:
         if tensor.element_size() == 1:
             self._quantised += name.endswith(".weight")
         else:
-            self._sent.add(name, tensor)
+            self._add(self._sent, name, tensor, self._then)
 
     def write(self) -> None:
         """Write the record into ``PRECISION_SHIM_AUDIT_DIR``, and warn of its contradictions."""
         sent = replace(
             self._record,
-            sent=self._sent.weights(),
-            own=self._own.weights(),
+            sent=_weights(self._sent),
+            own=_weights(self._own),
             quantised=self._quantised,
         )
         directory = current_settings()["audit_dir"]
         try:
             sent_weights.write(directory, sent)
         except OSError as error:
-            _journal.tell(files.not_written(directory, error))
+            _journal.warn_or_say(files.not_written(directory, error))
         if sent.rank == 0:
             for code, message in sent.contradictions():
                 _journal.warn(f"{self._who}: {code}: {message}", stacklevel=None)
+
+
+def _weights(groups: _Groups) -> dict[str, Weights]:
+    # Frameworks pack weights on their own CUDA streams.
+    for device in {one.device for _, exact in groups.values() for one in exact if one.is_cuda}:
+        torch.cuda.synchronize(device)
+    return {
+        group: Weights(dict(elements), all(map(bool, exact)) if exact else None)
+        for group, (elements, exact) in groups.items()
+    }
 
 
 def _group_of(name: str) -> str:
@@ -230,17 +220,12 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """Return evenly spaced elements of this rank's shard of a tensor, as a view."""
     own = local(tensor).detach()
-    if own.is_contiguous():
-        # The distance between elements is odd: an even distance may be a multiple of the row
-        # length, so that all elements are from one column.
-        return own.view(-1)[:: own.numel() // MOST_ELEMENTS | 1]
-    side = max(1, round(MOST_ELEMENTS ** (1 / own.ndim)))
-    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
+    side = max(1, round(MOST_ELEMENTS ** (1 / max(1, own.ndim))))
+    # The distance is odd: an even one may only meet one kind of column, such as one head's.
+    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)]
 
 
-def _counts(values: torch.Tensor, then: torch.dtype | None) -> torch.Tensor:
-    """Count the values of magnitude ``_LEAST`` or more: first those exact in bf16, then all."""
+def _is_exact(values: torch.Tensor, then: torch.dtype | None) -> torch.Tensor:
+    """Whether bf16 represents each value of magnitude ``_LEAST`` or more, on the device."""
     wide = (values if then is None else values.to(then)).float()
-    normal = wide.abs() >= _LEAST
-    exact = normal & (wide == wide.bfloat16().float())
-    return torch.stack([exact.sum(), normal.sum()])
+    return (~(wide.abs() >= _LEAST) | (wide == wide.bfloat16().float())).all()

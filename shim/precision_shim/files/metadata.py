@@ -13,9 +13,9 @@ from ..errors import CheckpointUnreadableError
 from ..precision.names import SHORT
 from .pickles import Made, read_pickle
 
-__all__ = ["NAME", "StoredTensor", "dtype_name", "read_metadata"]
+__all__ = ["METADATA", "StoredTensor", "dtype_name", "read_metadata"]
 
-NAME = ".metadata"
+METADATA = ".metadata"
 """Name of the metadata file in a checkpoint's directory."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"

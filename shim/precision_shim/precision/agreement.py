@@ -7,14 +7,18 @@ docs/both-sides.md, arXiv 2510.26788.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from .findings import Decision, Findings, Problem
+
+FEATURE = "rollout-agreement"
+FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
+KEYS = "dtype keys"
+"""The subject of the decision on the keys that ``PRECISION_SHIM_ROLLOUT=follow`` writes."""
 
 ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Maps a dtype's canonical name to its name in vLLM, SGLang and the frameworks' parsers."""
-
-CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NAMES.items()}
-"""The inverse of ``ENGINE_NAMES``."""
 
 AUTO, FP8 = "auto", "fp8"
 """``Engine.computes`` is ``AUTO`` for the checkpoint's dtype, and ``FP8`` for weights in fp8."""
@@ -54,21 +58,38 @@ class Verdict:
     """The result of comparing a trainer with another engine of its job.
 
     Attributes:
-        engine: the engine that is compared with the trainer.
-        agrees: whether the engine and the trainer compute in the same dtype.
         lost: whether the user must change the config: the engine cannot run the model in fp16, or
             the trainer computes in fp16 and the engine in bf16.
         chosen: text on the dtypes of the engine and the trainer.
-        because: text on the reason for ``agrees`` and ``lost``.
+        because: text on the reason for ``chosen`` and ``lost``.
         remedy: the config line that gives the engine the trainer's dtype; empty if none can.
     """
 
-    engine: Engine
-    agrees: bool
     lost: bool
     chosen: str
     because: str
     remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A weight sync, as the job's config describes it.
+
+    Attributes:
+        subject: the engine that receives the weights, such as ``"rollout"``.
+        computes: canonical name of the dtype that the engine computes in.
+        sent: canonical name of the dtype in which the weights are sent.
+        because: why the weights are sent in the dtype ``sent``.
+        key: the config's key for the dtype of the sent weights.
+        remedy: the remedy, as a sentence.
+    """
+
+    subject: str
+    computes: str
+    sent: str
+    because: str
+    key: str
+    remedy: str
 
 
 def compare(trainer: Engine, other: Engine) -> Verdict:
@@ -80,7 +101,6 @@ def compare(trainer: Engine, other: Engine) -> Verdict:
     computes = "the checkpoint's dtype" if other.computes == AUTO else other.computes
     return replace(
         found,
-        agrees=False,
         chosen=f"{computes} with {what} beside the {trainer.subject}'s {trainer.computes}",
         because=f"{found.because}; {key}: the engine rounds once more, so its probabilities differ",
     )
@@ -94,24 +114,31 @@ def _compare(trainer: Engine, other: Engine) -> Verdict:
     if trainer.computes == "fp16" and other.refuses:
         remedy = ""
     if dtype == "fp16" and other.refuses:
-        return Verdict(other, False, True, dtype, other.refuses, remedy)
+        return Verdict(True, dtype, other.refuses, remedy)
     if dtype == trainer.computes:
-        return Verdict(other, True, False, f"{dtype}, as the {trainer.subject}", source)
+        return Verdict(False, f"{dtype}, as the {trainer.subject}", source)
     # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
     lost = trainer.computes == "fp16" and dtype == "bf16"
     if dtype == FP8:
         because = f"{source}: its weights are rounded to fp8, so its probabilities differ"
-        return Verdict(other, False, False, f"fp8 beside {whose}", because)
+        return Verdict(False, f"fp8 beside {whose}", because)
     if dtype == AUTO:
         chosen = f"the checkpoint's dtype beside {whose}"
         reason = "which dtype that is, is not known here; the engine's own log names it"
         reason += f", and {remedy} sets it" if remedy else ""
     else:
         chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, lost=lost)
-    return Verdict(other, False, lost, chosen, f"{source}: {reason}", remedy)
+    return Verdict(lost, chosen, f"{source}: {reason}", remedy)
 
 
-def value_to_follow(trainer: Engine, other: Engine) -> str:
+def _harm(subject: str, *, lost: bool) -> str:
+    kept = ", and the mismatch that fp16 removes stays" if lost else ""
+    if subject == "rollout":
+        return f"the two round differently{kept}"
+    return "the two round differently, which adds to the KL term"
+
+
+def _value_to_follow(trainer: Engine, other: Engine) -> str:
     """The value that gives another engine's key the trainer's dtype; empty if it is not written.
 
     An engine with fp8 weights keeps them, and none is made to run a model that it refuses.
@@ -124,13 +151,79 @@ def value_to_follow(trainer: Engine, other: Engine) -> str:
     return other.values.get(dtype, "")
 
 
-def rounds(sent: str, computes: str) -> bool:
-    """Whether weights sent in one dtype are rounded more than the engine that computes does."""
-    return sent not in ("fp32", computes)
+def judge_engines(
+    framework: str,
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    *,
+    follow: bool,
+    may_write: bool,
+) -> tuple[Findings, dict[str, str]]:
+    """Compare the engines of a job with its trainer.
+
+    Args:
+        framework: the framework's name.
+        where: framework and version, such as ``"verl 0.9.1"``.
+        trainer: the trained policy.
+        others: the job's other engines.
+        follow: whether the user asks for the trainer's dtype in all engines.
+        may_write: whether the config that the engines are started from can still change.
+
+    Returns:
+        The findings, and the config keys to write with their values.
+    """
+    found, writes, changes = Findings(), {}, []
+    for other in others:
+        value = _value_to_follow(trainer, other) if follow and may_write else ""
+        if value:
+            writes[other.key] = value
+            before = "not set" if other.value is None else other.value
+            changes.append(f"{other.key}: {before} -> {value}")
+            other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdict = compare(trainer, other)
+        made = Decision(framework, other.subject, FEATURE, verdict.chosen, verdict.because)
+        texts = _message_of(where, trainer, other, verdict, follow=follow)
+        problem = Problem("rollout-dtype", other.subject, other.key, *texts)
+        found += Findings((made,), (problem,) if verdict.lost else ())
+    if changes:
+        made = Decision(framework, KEYS, FEATURE, "; ".join(changes), FOLLOWED)
+        found = Findings((made,)) + found
+    return found, writes
 
 
-def _harm(subject: str, *, lost: bool) -> str:
-    kept = ", and the mismatch that fp16 removes stays" if lost else ""
-    if subject == "rollout":
-        return f"the two round differently{kept}"
-    return "the two round differently, which adds to the KL term"
+def _message_of(
+    where: str, trainer: Engine, other: Engine, verdict: Verdict, *, follow: bool
+) -> tuple[str, str]:
+    """The two parts of the message about a disagreement: the difference and the remedy."""
+    message = (
+        f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
+        f"{other.subject} in {other.computes} ({verdict.because})"
+    )
+    if not verdict.remedy:
+        remedy = f"Train in bf16 ({trainer.key}), and let the {other.subject} compute in bf16."
+    elif follow or not other.follows:
+        remedy = f"Write {verdict.remedy}."
+    else:
+        remedy = f"Write {verdict.remedy}, or set {FOLLOWED}."
+    return message, remedy
+
+
+def judge_wires(framework: str, where: str, wires: Sequence[Wire]) -> Findings:
+    """Find the weight syncs that round; it is a problem if the engine computes in fp16.
+
+    For ``framework`` and ``where`` see ``judge_engines``.
+    """
+    found = Findings()
+    for one in wires:
+        if one.sent in ("fp32", one.computes):
+            continue
+        chosen = f"weights go out in {one.sent}, and the {one.subject} computes in {one.computes}"
+        message = (
+            f"{where}: the {one.subject} computes in {one.computes}, and its weights go out in "
+            f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}"
+        )
+        made = Decision(framework, one.subject, FEATURE, chosen, one.because)
+        problem = Problem("rollout-dtype", one.subject, one.key, message, one.remedy)
+        found += Findings((made,), (problem,) if one.computes == "fp16" else ())
+    return found

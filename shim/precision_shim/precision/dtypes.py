@@ -8,7 +8,7 @@ TransformerEngine stores FP8 optimizer states as bytes with a separate scale.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from ..errors import DtypeError
 from .names import ALIASES
 
-CANONICAL: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -24,11 +24,11 @@ CANONICAL: Mapping[str, torch.dtype] = {
 }
 """dtypes by their canonical names."""
 
-_BY_NAME = {**CANONICAL, **{alias: CANONICAL[name] for alias, name in ALIASES.items()}}
-_BY_DTYPE = {dtype: name for name, dtype in CANONICAL.items()}
+_BY_NAME = {**DTYPES, **{alias: DTYPES[name] for alias, name in ALIASES.items()}}
+_BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def accepted_names(names: Collection[str] = tuple(CANONICAL)) -> str:
+def accepted_names(names: Collection[str] = tuple(DTYPES)) -> str:
     """Return accepted dtype names as text: canonical ``names``, each with its aliases."""
     return ", ".join(
         "/".join([name, *(alias for alias, target in ALIASES.items() if target == name)])
@@ -69,7 +69,7 @@ def coerce_dtype(value: object, *, key: str, where: str = "", but: Collection[st
         return value
     dtype = parse_dtype(value)
     if dtype is None or name_of(dtype) in but:
-        allowed = accepted_names([name for name in CANONICAL if name not in but])
+        allowed = accepted_names([name for name in DTYPES if name not in but])
         raise DtypeError(
             f"{where + ': ' if where else ''}{key}={value!r} is not a dtype name"
             f"{' for this key' if but else ''}; allowed: {allowed}, in any case, also with the "
@@ -88,20 +88,24 @@ def any_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def pick_name(value: object, names: Collection[str], *, key: str, where: str = "") -> str:
+def pick_name(
+    value: object, names: Collection[str], *, key: str, where: str = "", also: Sequence[str] = ()
+) -> str:
     """Return the one of a framework's ``names`` for the dtype that ``value`` means.
+
+    ``also``: words that the key takes besides, for the message.
 
     Raises:
         DtypeError: none of them means this dtype.
     """
-    dtype = any_dtype(value)
+    dtype = value if isinstance(value, torch.dtype) else any_dtype(str(value))
     for name in names:
         if value == name or (dtype is not None and any_dtype(name) is dtype):
             return name
     raise DtypeError(
         f"{where + ': ' if where else ''}{key}={value!r} is not a dtype that this key takes; "
-        f"allowed: {accepted_names(names)}, in any case, also with the prefix 'torch.'. Correct "
-        f"{key}, or leave it out.",
+        f"allowed: {accepted_names(names)}, in any case, also with the prefix 'torch.'"
+        f"{'; and ' * bool(also)}{', '.join(also)}. Correct {key}, or leave it out.",
         key=key,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .dtypes import any_dtype, name_of
+from .findings import Findings, Problem
 
 CODE = "no-effect"
 """Code of the problem in a plan and in an audit."""
@@ -65,7 +66,9 @@ class Written:
     def in_force(self, held: Mapping[str, Collection[str]]) -> list[str]:
         """Names of the dtypes in force for what the key sets; ``held``: see ``without_effect``."""
         found = (self.fixed,) if self.fixed else held.get(self.sets, ())
-        return ["fp32" if name == "int16" else name for name in found]
+        # A key for the parameters may be meant for those beneath LoRA adapters.
+        found = (*found, *held.get("frozen", ())) if self.sets == "params" else found
+        return ["fp32" if name == "int16" else name for name in dict.fromkeys(found)]
 
 
 _PRECISION = re.compile(r"dtype|precision|quant|(?<![a-z])(?:bf|fp|float)\d")
@@ -88,40 +91,33 @@ def names_precision(key: str, value: object) -> bool:
     return named or _PRECISION.search(key) is not None
 
 
-@dataclass(frozen=True)
-class Ineffective:
-    """A key without effect; ``found`` is the dtype that is in force instead."""
-
-    written: Written
-    found: str
-    message: str
-    remedy: str
-
-
 def without_effect(
-    written: Collection[Written], held: Mapping[str, Collection[str]]
-) -> Iterator[Ineffective]:
-    """Yield the keys whose dtype is not in force.
+    written: Collection[Written],
+    held: Mapping[str, Collection[str]],
+    subject: str = "",
+    where: str = "",
+) -> Findings:
+    """Find the keys whose dtype is not in force; a key that nothing reads may be only a note.
 
     ``held`` maps what a key may set to the names of the dtypes in force; what it lacks is unknown
-    or does not exist, and its keys are not judged.
+    or does not exist, and its keys are not judged. ``subject`` is the model's name, ``where``
+    framework and version, for messages.
     """
-    # A key for the parameters may be meant for those beneath LoRA adapters.
-    held = {**held, "params": (*held.get("params", ()), *held.get("frozen", ()))}
+    problems, notes = [], []
     for one in written:
         found = one.in_force(held)
+        if one.dtype in found and not one.read:
+            notes.append(f"{one}: nothing reads this key; {one.dtype} is in force without it")
         unknown = one.sets and (not found or (one.read and not one.dtype))
         if unknown or one.dtype in found:
             continue
-        found_names = "+".join(dict.fromkeys(found))
-        message = _FOUND.get(one.sets, f"{one.sets} is {{}}").format(found_names)
+        message = _FOUND.get(one.sets, f"{one.sets} is {{}}").format("+".join(found))
+        remedy = f"Write {one.needs}, or leave {one.key} out." if one.needs else ""
         if not (one.sets and one.read):
             message = "nothing reads this key"
-        winners = [other for other in written if other.sets == one.sets and other.dtype in found]
-        if one.sets and one.read and winners:
+        elif winners := [w for w in written if w.sets == one.sets and w.dtype in found]:
             message += f", as {' and '.join(map(str, winners))} says"
             remedy = f"Leave {one.key} or {' or '.join(other.key for other in winners)} out."
-        else:
-            remedy = f"Write {one.needs}, or leave" if one.needs else "Leave"
-            remedy = f"{remedy} {one.key} out."
-        yield Ineffective(one, found_names, f"{one} has no effect: {message}", remedy)
+        message = f"{where and f'{where}: '}{one} has no effect: {message}"
+        problems.append(Problem(CODE, subject, one.key, message, remedy or f"Leave {one.key} out."))
+    return Findings(problems=tuple(problems), notes=tuple(notes))

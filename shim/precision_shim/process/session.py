@@ -64,7 +64,7 @@ class _Session:
 
     def _say(self, framework: str, error: PrecisionShimError) -> None:
         if self.fault is None:  # start() has printed ``fault``
-            _journal.tell(str(error))  # a warning that is an error would make an import fail
+            _journal.warn_or_say(str(error))  # a warning that is an error would make an import fail
 
     def start(self) -> None:
         standby.stop()  # from here on, the session's own watcher waits for imports
@@ -74,7 +74,7 @@ class _Session:
             ray.enter()
             self.late += _optimizers_built() if self.imported() else []
         for text in self.late:
-            _journal.tell(text)
+            _journal.warn_or_say(text)
 
     def imported(self) -> list[Adapter]:
         """Return the frameworks to patch that are imported, or are being imported."""
@@ -106,14 +106,14 @@ class _Session:
         self.awake[entry.framework] = adapter
         self.engine.add(adapter)
         if not entry.by_name:
-            self._tell_without_effect(adapter)
+            self._warn_of_idle_settings(adapter)
 
-    def _tell_without_effect(self, adapter: Adapter) -> None:
+    def _warn_of_idle_settings(self, adapter: Adapter) -> None:
         features = {seam.feature for seam in adapter.seams}
         # Whether the settings of the other features do anything depends on a job: the plan says it.
         others = {*_settings.FEATURES} - {_settings.AGREEMENT}
         in_force = features & set(self.settings.features) | others
-        for row in _settings.without_effect(self.settings, in_force):
+        for row in _settings.idle(self.settings, in_force):
             off = row.feature in features
             because = f"{row.feature} is off" if off else f"the shim has no {row.feature} for it"
             error = SettingsError(
@@ -408,7 +408,7 @@ def _retire(session: _Session) -> None:
     _journal.clear()
     latest.clear()
     for text in _left_behind:
-        _journal.tell(text)  # raises no error, which would stop uninstall() halfway
+        _journal.warn_or_say(text)  # raises no error, which would stop uninstall() halfway
 
 
 def _given_environment() -> dict[str, str]:

@@ -168,7 +168,7 @@ class Settings:
         return self.origin[name] != "default"
 
 
-def without_effect(settings: Settings, features: Collection[str]) -> list[Setting]:
+def idle(settings: Settings, features: Collection[str]) -> list[Setting]:
     """Return the user's settings that none of ``features``, those in force, reads."""
     return [
         row

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from .registry import shared, symbols_file
 from .versions import Versions, version_of
 
 FILE = symbols_file()
-_NAMED = 3  # number of differing symbols that a message names; the rest are only counted
 
 Record = dict[str, dict[str, dict[str, list[str]]]]
 """Maps distribution, target and digest to the versions whose source has this digest."""
@@ -78,72 +76,16 @@ def _owner(target: str, adapter: Adapter) -> str:
     return next(backends, adapter.distribution)
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """Differences between the current ``Source``'s symbols and one recorded version's symbols.
-
-    Attributes:
-        version: the recorded version; ``""`` if no version is recorded.
-        count: number of symbols in the current ``Source``.
-        changed: symbols whose code differs.
-        gone: symbols of the recorded version that the current ``Source`` lacks.
-        new: symbols in the current ``Source`` that the recorded version lacks.
-    """
-
-    version: str
-    count: int
-    changed: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-    new: tuple[str, ...] = ()
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.changed or self.gone or self.new)
-
-    def __str__(self) -> str:
-        symbols = f"{self.count} symbol{'' if self.count == 1 else 's'}"
-        if not self.version:
-            return f"{symbols}, none of them recorded"
-        if self.same:
-            return f"{symbols}, all as in {self.version}"
-        equal = self.count - len(self.changed) - len(self.new)
-        parts = [f"{symbols}, {equal} as in {self.version}"]
-        for word, targets in (("changed", self.changed), ("gone", self.gone), ("new", self.new)):
-            names = [target.partition(":")[2] for target in targets[:_NAMED]]
-            more = len(targets) - len(names)
-            if names:
-                parts.append(f"{word}: {', '.join(names)}" + (f" and {more} more" if more else ""))
-        return "; ".join(parts)
+def is_as(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> bool:
+    """Whether a recorded version has these digests; a digest is empty if the symbol is absent."""
+    there = digests_of(record, distribution, version)
+    return {target: there.get(target, "") for target in digests} == digests
 
 
-def compare(
-    record: Record, distribution: str, digests: Mapping[str, str], version: str = ""
-) -> Likeness:
-    """Compare the current ``Source``'s symbols with a recorded version's symbols.
-
-    ``digests``: empty for symbols that the source lacks. Without ``version``: the most similar one.
-    """
-    here = {target: digest for target, digest in digests.items() if digest}
-    best = Likeness("", len(here))
-    most = -1
-    for recorded in [version] if version else versions_of(record, distribution):
-        there = {
-            target: digest
-            for target, digest in digests_of(record, distribution, recorded).items()
-            if target in digests
-        }
-        equal = sum(there.get(target) == digest for target, digest in here.items())
-        if there and equal >= most:
-            most = equal
-            best = Likeness(
-                recorded,
-                len(here),
-                tuple(t for t in here if t in there and there[t] != here[t]),
-                tuple(t for t in there if t not in here),
-                tuple(t for t in here if t not in there),
-            )
-    return best
+def equal_version(record: Record, distribution: str, digests: Mapping[str, str]) -> str:
+    """Return the newest recorded version that has these digests, or ``""``."""
+    versions = reversed(versions_of(record, distribution) if any(digests.values()) else [])
+    return next((one for one in versions if is_as(record, distribution, one, digests)), "")
 
 
 def judge_version(
@@ -156,7 +98,7 @@ def judge_version(
     code. A distribution without any recorded version has no sentence.
     """
     tested = plain(version) in adapter.tested
-    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
+    reasons = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
     differing = []
     packages = {name: package for package, name in shared().items()}
     for distribution, targets in targets_by_distribution(adapter).items():
@@ -167,12 +109,14 @@ def judge_version(
         if here is None or not known or (recorded and not closely):
             continue
         digests = _digests_here(distribution, targets)
-        alike = compare(shipped(), distribution, digests, plain(here) if recorded else "")
         if digests and not recorded:
-            told.append(str(alike) if own else f"{distribution} {here}: {alike}")
-        elif digests and not alike.same:
-            differing.append(f"{distribution} {here} is not what was recorded: {alike}")
-    return tested, "; ".join([*told, *differing])
+            equal = equal_version(shipped(), distribution, digests)
+            alike = f"all as in {equal}" if equal else "not all as in one recorded version"
+            alike = f"{sum(map(bool, digests.values()))} symbols, {alike}"
+            reasons.append(alike if own else f"{distribution} {here}: {alike}")
+        elif digests and not is_as(shipped(), distribution, plain(here), digests):
+            differing.append(f"{distribution} {here} has other code than was recorded")
+    return tested, "; ".join([*reasons, *differing])
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
@@ -193,15 +137,14 @@ def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str],
         here = versions(distribution, packages.get(distribution, adapter.packages))
         if here == "unknown":
             targets = targets_by_distribution(adapter).get(distribution, ())
-            alike = compare(shipped(), distribution, _digests_here(distribution, targets))
-            here = alike.version if alike.same else ""
+            here = equal_version(shipped(), distribution, _digests_here(distribution, targets))
         here = plain(here or "")
         known = versions_of(shipped(), distribution) if here else []
         earlier = [version for version in known if _order(version) <= _order(here)]
         last = earlier[-1] if earlier else ""
         return last, digests_of(shipped(), distribution, last)
 
-    def told(target: str) -> str:
+    def had(target: str) -> str:
         try:
             distribution = _owner(target, adapter)
             version, targets = newest(distribution)
@@ -210,7 +153,7 @@ def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str],
             return ""
         return f"{distribution} {version}" if target in targets else ""
 
-    return told
+    return had
 
 
 def plain(version: str) -> str:

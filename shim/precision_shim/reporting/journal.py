@@ -32,12 +32,12 @@ def record(decision: Decision, *, warns: bool = False) -> None:
             return
         _decisions.append(decision)
     if not warns:
-        announce(str(decision))
+        log(str(decision))
     elif _is_rank_0():
         warn(str(decision), stacklevel=None)
 
 
-def announce(line: str) -> None:
+def log(line: str) -> None:
     """Print a line to stderr: on rank 0, on all ranks (``log=debug``) or on none (``quiet``)."""
     if verbosity != "quiet" and (_is_rank_0() or verbosity == "debug"):
         say(line)
@@ -65,7 +65,7 @@ def warn(message: str, stacklevel: int | None = 2) -> None:
             raise
 
 
-def tell(text: str) -> None:
+def warn_or_say(text: str) -> None:
     """Warn the user; if a filter turns warnings into errors, only print the text."""
     try:
         warn(text, stacklevel=None)

@@ -25,6 +25,7 @@ class SeamStatus:
         target: ``"module:attribute"``.
         state: one of ``STATES``.
         reason: why the seam has this state; may be empty.
+        causes: of a refused seam, the problems that ``reason`` tells.
         path: what users call the part of the framework with the seam, such as ``"FSDP engine"``.
         refusal: why the feature is impossible in this part of the framework; may be empty.
         why, upstream, delete_when, group: see ``Seam``.
@@ -34,6 +35,7 @@ class SeamStatus:
     feature: str
     state: str
     reason: str = ""
+    causes: tuple[str, ...] = ()
     path: str = ""
     refusal: str = ""
     why: str = ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..precision.findings import Decision
 from ..process.settings import FEATURES, PREFIX
 from .record import FrameworkStatus, Record, SeamStatus
 
@@ -14,11 +13,10 @@ SCREEN = 40
 """Maximum number of lines of ``str(status())`` with one framework in use."""
 
 _COLUMN = 25  # The column at which the text after a feature's name begins.
-_LEAST = 6  # Minimum number of lines for decisions, however long the problems are.
-_AUDITS = 5  # Maximum number of lines for audits.
+_LEAST = 8  # Number of lines that the problems leave to the decisions.
+_AUDITS = 7  # Maximum number of lines for audits.
 _MORE = "status().details()"
 _LABELS = ("on: ", "", "why: ", "upstream: ", "delete when: ")
-_WITH_OTHERS = "refused whole, because: "  # prefix of a reason caused by another seam
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts that mean that a feature is or will be in force in one part of a framework."""
@@ -50,22 +48,27 @@ def screen(status: Record) -> str:
         if told.state not in ("absent", "off"):
             lines += ["", *framework(name, told, status.features)]
     lines += left_out(status.frameworks)
-    if status.audit:
-        audits = [fold(f"{audit.headline}: {audit.brief()}", 2, 4) for audit in status.audit]
-        lines += ["", "audit", *_fit(audits, _AUDITS)]
+    audits = [f"{audit.headline}: {audit.brief()}" for audit in status.audit]
+    lines += _section("audit", audits, _AUDITS)
+    room, decisions = SCREEN - len(lines), list(map(str, status.decisions))
+    wrong = _problems(status)
+    problems = _section("what is wrong, and what to do", wrong, room - _LEAST * bool(decisions))
+    lines += _section("decisions", decisions, room - len(problems), newest=True)
+    return "\n".join(lines + problems)
 
-    wrong = [fold(text, 2, 4) for text in _problems(status)]
-    decided = [fold(str(decision), 2, 4) for decision in status.decisions]
-    room = SCREEN - len(lines)
-    for_decisions = _length(decided) + 2 if decided else 0
-    for_problems = _length(wrong) + 2 if wrong else 0
-    if for_decisions + for_problems > room:
-        for_problems = min(for_problems, max(room - min(for_decisions, _LEAST), 4))
-    if decided:
-        lines += ["", "decisions", *_decisions(status.decisions, room - for_problems - 2)]
-    if wrong:
-        lines += ["", "what is wrong, and what to do", *_fit(wrong, for_problems - 2)]
-    return "\n".join(lines)
+
+def _section(title: str, texts: Sequence[str], room: int, *, newest: bool = False) -> list[str]:
+    """Return a title and whole texts as at most ``room`` lines: the first texts or the newest."""
+    if not texts:
+        return []
+    room = max(room - 2, 2)
+    blocks = [fold(text, 2, 4) for text in texts]
+    while len(blocks) > 1 and sum(map(len, blocks)) + (len(blocks) < len(texts)) > room:
+        blocks.pop(0 if newest else -1)
+    lines, out = [line for block in blocks for line in block], len(texts) - len(blocks)
+    if out or len(lines) > room:
+        lines = [*lines[: room - 1], f"  {f'{out} more' if out else 'the rest'}: {_MORE}"]
+    return ["", title, *lines]
 
 
 def table(status: Record) -> str:
@@ -193,8 +196,7 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     features = dict.fromkeys(seam.feature for seam in broken)
     subjects: dict[str, set[tuple[str, str]]] = {}
     for seam in broken:
-        # One seam's reason may be several problems, joined by ``seams._plan.refusal``.
-        for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
+        for reason in seam.causes or (seam.reason,):
             subjects.setdefault(reason, set()).add((seam.path, seam.feature))
     reasons: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for reason, concerned in subjects.items():
@@ -256,42 +258,6 @@ def _problems(status: Record) -> list[str]:
             if seam.state == "wrapped" and seam.reason
         )
     return list(dict.fromkeys(texts))
-
-
-def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
-    """Return all decisions as lines; if there is no room, the latest per subject and feature."""
-    blocks = [fold(str(decision), 2, 4) for decision in decisions]
-    if _length(blocks) > room:
-        newest = {(told.framework, told.subject, told.feature): told for told in decisions}
-        kept = newest.values()
-        blocks = [fold(str(decision), 2, 4) for decision in decisions if decision in kept]
-    return _fit(blocks[::-1], room, left_out=len(decisions) - len(blocks), turn=True)
-
-
-def _fit(
-    blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
-) -> list[str]:
-    """Return at most ``room`` lines of the first blocks; ``turn`` reverses these blocks."""
-    room = max(room, 2)
-    kept = list(blocks)
-    while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:
-        kept.pop()
-    if not kept:  # the first block alone is too long: show its beginning
-        *first, line = blocks[0][: room - 1]
-        if len(line) + 4 > WIDTH and " " in line.strip():
-            line = line[: line.rindex(" ")]
-        kept = [[*first, f"{line} ..."]]
-    more = left_out + len(blocks) - len(kept)
-    lines = [line for block in (kept[::-1] if turn else kept) for line in block]
-    if more:
-        lines.append(f"  {more} more: {_MORE}")
-    elif len(kept) == 1 and kept[0] != blocks[0]:
-        lines.append(f"  the rest: {_MORE}")
-    return lines
-
-
-def _length(blocks: Iterable[Sequence[str]]) -> int:
-    return sum(len(block) for block in blocks)
 
 
 def fold(text: str, indent: int, further: int | None = None) -> list[str]:

@@ -11,32 +11,29 @@ from typing import TYPE_CHECKING
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from ..precision.scaler_record import FILE_NAME as FILE_NAME
-    from ..precision.scaler_record import FORMAT as FORMAT
-    from ..precision.scaler_record import MAX_SKIPS as MAX_SKIPS
-    from ..precision.scaler_record import ScalerRecord as ScalerRecord
-    from ..precision.scaler_record import ScalerSettings as ScalerSettings
-    from ..precision.scaler_record import read_record as read_record
-    from .checkpoint import Files as Files
+    from .belonging import Files as Files
+    from .checkpoint import BoundWhenPickled as BoundWhenPickled
     from .checkpoint import SaveAside as SaveAside
-    from .checkpoint import agree as agree
+    from .checkpoint import files_of_rank as files_of_rank
     from .checkpoint import load as load
-    from .checkpoint import other_save as other_save
+    from .checkpoint import raise_together as raise_together
+    from .checkpoint import record_of as record_of
+    from .checkpoint import restore as restore
     from .checkpoint import save as save
-    from .record import BoundWhenPickled as BoundWhenPickled
-    from .record import from_tensor as from_tensor
-    from .record import record_of as record_of
-    from .record import restore as restore
-    from .record import to_tensor as to_tensor
+    from .checkpoint import to_tensor as to_tensor
+    from .record import FILE_NAME as FILE_NAME
+    from .record import ScalerRecord as ScalerRecord
+    from .record import ScalerSettings as ScalerSettings
+    from .record import read_record as read_record
     from .scaler import LossScaler as LossScaler
     from .skips import SkipCounter as SkipCounter
     from .skips import states_of_no_step as states_of_no_step
 
 _NAMES = {
-    "..precision.scaler_record": "FILE_NAME FORMAT MAX_SKIPS ScalerRecord ScalerSettings "
-    "read_record",
-    ".checkpoint": "Files SaveAside agree load other_save save",
-    ".record": "BoundWhenPickled from_tensor record_of restore to_tensor",
+    ".belonging": "Files",
+    ".checkpoint": "BoundWhenPickled SaveAside files_of_rank load "
+    "raise_together record_of restore save to_tensor",
+    ".record": "FILE_NAME ScalerRecord ScalerSettings read_record",
     ".scaler": "LossScaler",
     ".skips": "SkipCounter states_of_no_step",
 }

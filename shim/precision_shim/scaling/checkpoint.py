@@ -1,8 +1,8 @@
-"""A scaler's state in a checkpoint directory: one small JSON file, replaced atomically.
+"""Write a scaler's state as a record into a checkpoint, and restore it.
 
-Rank 0 writes and reads the file, next to its own shards, and broadcasts it, so all ranks have one
-scale. The record has a fingerprint of each checkpoint file of all ranks (``precision.belonging``);
-``load`` rejects a record if the files next to it were written by another save.
+The record is one small JSON file, replaced atomically, or a value in a file of the framework. Rank
+0 writes and reads the JSON file for all ranks. The record has a fingerprint of each checkpoint file
+of all ranks (``belonging``); a record is rejected if the files were written by another save.
 """
 
 from __future__ import annotations
@@ -12,20 +12,122 @@ import json
 import os
 import shutil
 import uuid
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
+from .. import __version__
 from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
-from ..precision.belonging import files_beneath, fingerprint, fingerprints, foreign
-from ..precision.scaler_record import FILE_NAME, parse, read_record, state_of
-from .record import bind, record_of, restore
+from ..files.writing import write_whole
+from .belonging import Files, files_beneath, fingerprint, fingerprints
+from .record import (
+    FILE_NAME,
+    FORMAT,
+    KIND,
+    ScalerSettings,
+    Verdict,
+    bad_record,
+    choose_values,
+    parse_bytes,
+    read_file,
+    signed,
+)
+from .scaler import LossScaler
+from .skips import SkipCounter
 
-Files = Mapping[str, "str | os.PathLike[str]"]
-"""Maps a file's name in a checkpoint to the path of this rank's file."""
+_BYTES = 2048
+"""Size of a record's tensor, in bytes; a record without ``files`` needs less than a third of it."""
+
+
+def record_of(scaler: GradScaler, save: str = "") -> dict[str, Any]:
+    """Return a scaler's state as a record that can be written as JSON.
+
+    Args:
+        scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
+            ``min_scale``.
+        save: the name of the save, if each rank writes a record: it tells the ranks' files of one
+            save from those of another.
+    """
+    state = scaler.state_dict()
+    if isinstance(scaler, LossScaler):
+        settings, counter = scaler.settings, scaler.counter
+    else:
+        settings, counter = ScalerSettings(init_scale=state["scale"]), SkipCounter()
+    record: dict[str, Any] = {
+        "kind": KIND,
+        "format": FORMAT,
+        "state": {"scale": state["scale"], "growth_tracker": state["_growth_tracker"]},
+        "settings": {
+            "init_scale": settings.init_scale,
+            "growth_interval": state["growth_interval"],
+            "growth_factor": state["growth_factor"],
+            "backoff_factor": state["backoff_factor"],
+            "min_scale": min(state.get("min_scale", settings.min_scale), state["scale"]),
+        },
+        "counters": {
+            "steps": counter.steps,
+            "skipped": counter.skipped,
+            "skipped_in_row": counter.in_row,
+        },
+        "world_size": _place()[1],
+        "written_by": {"precision_shim": __version__, "torch": str(torch.__version__)},
+    }
+    return signed({**record, "save": save} if save else record)
+
+
+class BoundWhenPickled(OrderedDict[str, Any]):
+    """A record that, when pickled, adds the fingerprints of the other files of the same save.
+
+    ``BoundWhenPickled`` is for a framework that requests the record while a save is still writing
+    ``files``, and pickles the record into the save's last file. The record is pickled as an
+    ``OrderedDict``, which a process without the shim can read.
+    """
+
+    def __init__(self, record: Mapping[str, Any], files: Files) -> None:
+        super().__init__(record)
+        self._files = files
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        prints = None
+        with contextlib.suppress(OSError):  # an unreadable file must not fail the framework's save
+            prints = fingerprints(self._files) or None
+        return OrderedDict(signed(self, prints)).__reduce_ex__(protocol)
+
+
+def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
+    """Return a record as a CPU tensor of bytes, whose size is the same for every record.
+
+    torch's distributed checkpoints unpickle everything except tensors, and load a tensor only into
+    a tensor of the saved size.
+
+    Args:
+        record: from ``record_of``; ``None`` for an empty tensor to load into.
+    """
+    text = b"" if record is None else json.dumps(record, sort_keys=True).encode()
+    if len(text) > _BYTES:
+        raise ScalerCheckpointError(
+            f"a loss scaler's record takes {len(text)} bytes; {_BYTES} are allowed in a tensor. "
+            "Save it as a file or as data instead."
+        )
+    return torch.frombuffer(bytearray(text.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def from_tensor(tensor: torch.Tensor, where: str) -> Mapping[str, Any]:
+    """Return the record in a tensor of ``to_tensor``, without validating the record.
+
+    Raises:
+        ScalerCheckpointError: the bytes are not a record.
+    """
+    if tensor.dtype is not torch.uint8:
+        raise bad_record(where, f"it holds {tensor.dtype} where a record's bytes were expected")
+    return parse_bytes(bytes(tensor.flatten().tolist()), where)
 
 
 class SaveAside:
@@ -42,11 +144,9 @@ class SaveAside:
         prints: fingerprints of the files that this rank has moved into place.
     """
 
-    def __init__(
-        self, directories: Mapping[str, str | os.PathLike[str]], group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, directories: Files) -> None:
         """``directories``: by their paths relative to the record's directory, ending in ``/``."""
-        self.name = _from_first(uuid.uuid4().hex, group)
+        self.name = _from_all(uuid.uuid4().hex)[0]
         self.places: dict[str, str] = {}
         self.prints: dict[str, str] = {}
         self._targets = {name: os.path.abspath(place) for name, place in directories.items()}
@@ -58,11 +158,11 @@ class SaveAside:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
-            self.publish(None)
+            self.publish()
         else:
             self._discard()
 
-    def publish(self, group: dist.ProcessGroup | None) -> None:
+    def publish(self, group: dist.ProcessGroup | None = None) -> None:
         """Move all files into place.
 
         Raises:
@@ -77,19 +177,17 @@ class SaveAside:
                 f"{error.filename}: cannot be moved to its place in the checkpoint "
                 f"({error.strerror or error}). The checkpoint is not whole; save again."
             )
-        failures = [text for text in _from_all(failure, group) if text]
-        if failures:
-            raise ScalerCheckpointError(failures[0])
+        raise_together(failure, group)
         self._discard()
 
     def _move(self, group: dist.ProcessGroup | None) -> None:
-        ranks = dist.get_world_size(group) if _together() else 1
+        rank, ranks = _place(group)
         for name, aside in self.places.items():
             names = {path: bound for bound, path in files_beneath(aside, name).items()}
             files = [
                 os.path.join(place, file) for place, _, all_ in os.walk(aside) for file in all_
             ]
-            start = len(files) * dist.get_rank(group) // ranks if _together() else 0
+            start = len(files) * rank // ranks
             for path in (*files[start:], *files[:start]):
                 target = os.path.join(self._targets[name], os.path.relpath(path, aside))
                 with contextlib.suppress(FileNotFoundError):  # another rank has moved it
@@ -105,6 +203,15 @@ class SaveAside:
 
     def _own(self, target: str) -> str:
         return os.path.join(target, f".precision_shim_{self.name}")
+
+
+def files_of_rank(directories: Mapping[str, str]) -> Files:
+    """Return this rank's share of a checkpoint's files; for ``directories`` see ``SaveAside``."""
+    rank, ranks = _place()
+    files = [
+        item for name, place in directories.items() for item in files_beneath(place, name).items()
+    ]
+    return dict(files[rank::ranks])
 
 
 def save(
@@ -133,27 +240,22 @@ def save(
     record = record_of(scaler) if record is None else record
     if prints is not None:
         every = _from_all(prints, group)
-        record = bind(record, {name: one for prints in every for name, one in prints.items()})
-    if _is_first(group):
+        record = signed(record, {name: one for prints in every for name, one in prints.items()})
+    if _place(group)[0] == 0:
         try:
-            _write(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
+            write_whole(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
         except OSError as error:
             failure = (
                 f"{path}: cannot write the loss scaler's state ({error.strerror or error}). A job "
                 "that resumes from this checkpoint would begin with a fresh scaler; make room or "
                 "give access, and save again."
             )
-    failure = _from_first(failure, group)
-    if failure:
-        raise ScalerCheckpointError(failure)
+    raise_together(failure, group)
     return path
 
 
 def load(
-    directory: str | os.PathLike[str],
-    scaler: GradScaler,
-    group: dist.ProcessGroup | None = None,
-    files: Files | None = None,
+    directory: str | os.PathLike[str], scaler: GradScaler, files: Files | None = None
 ) -> tuple[str, ...] | None:
     """Restore the scaler's state from a checkpoint's directory; called by every rank.
 
@@ -166,164 +268,92 @@ def load(
         ScalerCheckpointError: the file is damaged or cannot be read. Every rank raises the same
             error, and the scaler is then unchanged.
     """
-    path = Path(directory) / FILE_NAME
-    text: str | None = None
-    failure = None
-    if _is_first(group):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            pass
-        except (OSError, UnicodeDecodeError) as error:
-            failure = f"{path}: cannot read the loss scaler's state ({error})."
-    text, failure = _from_first((text, failure), group)
-    if failure:
-        raise ScalerCheckpointError(failure)
-    if text is None:
-        return None
-    try:
-        record = parse(text, str(path))
-        bound = read_record(record, str(path)).files
-    except ScalerCheckpointError as error:
-        raise ScalerCheckpointError(
-            f"{error} Or delete the file to continue with a fresh scaler."
-        ) from None
-    unknown: tuple[str, ...] = ()
-    if files is not None and bound is None:
-        unknown = (
-            "it does not say which files it was written with, so it is not compared with them",
-        )
-    elif files is not None and bound is not None:
-        others = foreign(bound, _fingerprints_of_all(path, files, group))
-        if others:
-            raise _of_another_save(str(path), others)
-    return (*restore(scaler, record, str(path)), *unknown)
+    where = os.path.join(directory, FILE_NAME)
+    mine = Verdict(where)
+    if _place()[0] == 0:
+        mine = Verdict.of(partial(read_file, where), where)
+    otherwise = "Or delete the file to continue with a fresh scaler."
+    return _restore(scaler, _from_all(mine)[0], files, otherwise)
 
 
-def other_save(record: object, where: str, files: Files | None) -> str:
-    """Validate a scaler's record that a framework saved in its own file; call before ``agree``.
+def restore(
+    scaler: GradScaler, record: object, where: str, files: Files | None = None, otherwise: str = ""
+) -> tuple[str, ...] | None:
+    """Restore the scaler's state from a record in a framework's file; called by every rank.
 
-    Returns a message if this rank's ``files`` and the record are from different saves; otherwise
-    ``""``. ``where`` is the record's file, for messages.
-
-    Raises:
-        ScalerCheckpointError: the record is damaged, or a file cannot be read.
-    """
-    bound = read_record(record, where).files
-    if bound is None or files is None:
-        return ""
-    try:
-        others = foreign(bound, fingerprints(files))
-    except OSError as error:
-        raise _unreadable(error, where) from None
-    return str(_of_another_save(where, others)) if others else ""
-
-
-def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return ScalerOfAnotherSaveError(
-        f"{where}: the loss scaler's state is of another save than the files beside it: "
-        f"{files[0]}{more} came from a later or an earlier one, which did not end, or was made "
-        "without the shim, or in another dtype."
-    )
-
-
-def agree(problem: str, record: object, where: str, another: str = "") -> str:
-    """Raise an error on all ranks unless all ranks have read the same state; called by all ranks.
-
-    Use ``agree`` if every rank reads its own file of a checkpoint, or its own part of a file.
+    For the result see ``load``. The record supplies scale, growth tracker, counters and settings,
+    except a growth interval or factors that the user set in this process. ``min_scale`` becomes the
+    lower of the saved value and this process's value.
 
     Args:
-        problem: an error message about this rank's record; empty if the record is valid.
-        record: this rank's record; ``None`` if the rank has no record.
+        scaler: a ``LossScaler``, or a framework's own GradScaler.
+        record: what this rank has read: a record, a tensor of ``to_tensor``, a list of several that
+            have to be of one save, or ``None``.
         where: the file, for messages.
-        another: the result of ``other_save`` on this rank.
-
-    Returns:
-        The first message in the ranks' arguments ``another``; empty if all are empty.
+        files: this rank's files, to compare with the files that the record names.
+        otherwise: a sentence on how to continue with a fresh scaler, or empty.
 
     Raises:
-        ScalerCheckpointError: a rank has a ``problem``, or the ranks' states differ.
+        ScalerOfAnotherSaveError: the ``files`` and the record are from different saves.
+        ScalerCheckpointError: a rank's record is damaged, or the ranks' records differ. Every rank
+            raises the error, and the scaler is then unchanged.
     """
-    all_of_them = _from_all((problem, state_of(record), another))
-    problems = [text for text, *_ in all_of_them if text]
-    if problems:
-        raise ScalerCheckpointError(problems[0])
-    if len({digest for _, digest, _ in all_of_them}) > 1:
-        ranks = ", ".join(
-            f"{rank}: {digest[:8] if digest else 'none'}"
-            for rank, (_, digest, _) in enumerate(all_of_them)
-        )
-        raise ScalerCheckpointError(
-            f"{where}: the ranks' files hold different loss scaler states (digests by rank: "
-            f"{ranks}): they are of different checkpoints. Give every rank the files of one."
-        )
-    return next((text for *_, text in all_of_them if text), "")
+
+    def read(record: object) -> object:
+        return from_tensor(record, where) if isinstance(record, torch.Tensor) else record
+
+    records = record if isinstance(record, list) else [record]
+    found = [Verdict.of(partial(read, one), where) for one in records] or [Verdict(where)]
+    return _restore(scaler, Verdict.together(found), files, otherwise)
 
 
-def _fingerprints_of_all(
-    path: Path, files: Files, group: dist.ProcessGroup | None
-) -> dict[str, str]:
-    mine: dict[str, str] = {}
-    failure = ""
-    try:
-        mine = fingerprints(files)
-    except OSError as error:
-        failure = str(_unreadable(error, str(path)))
-    every = _from_all((mine, failure), group)
-    failures = [failure_of_rank for _, failure_of_rank in every if failure_of_rank]
+def _restore(
+    scaler: GradScaler, mine: Verdict, files: Files | None, otherwise: str
+) -> tuple[str, ...] | None:
+    every = _from_all(replace(mine.beside(files), saved=None))
+    verdict = Verdict.together(every)
+    if verdict.damage:
+        raise ScalerCheckpointError(f"{verdict.damage} {otherwise}".rstrip())
+    if verdict.another:
+        raise ScalerOfAnotherSaveError(verdict.another)
+    if mine.saved is None:
+        return None
+    settings = scaler.settings if isinstance(scaler, LossScaler) else ScalerSettings()
+    state, lines = choose_values(mine.saved, settings, mine.where)
+    scaler.load_state_dict(state)
+    if isinstance(scaler, LossScaler):
+        scaler.counter.steps = mine.saved.steps
+        scaler.counter.skipped = mine.saved.skipped
+        scaler.counter.in_row = mine.saved.skipped_in_row
+    if files is not None and mine.saved.files is None:
+        told = "it does not say which files it was written with, so it is not compared with them"
+        return (*lines, told)
+    return lines
+
+
+def raise_together(failure: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise the first failure of the ranks on all of them; every rank calls it, with its own.
+
+    Raises:
+        ScalerCheckpointError: a rank has a failure.
+    """
+    failures = [text for text in _from_all(failure, group) if text]
     if failures:
         raise ScalerCheckpointError(failures[0])
-    return {name: print_ for of_rank, _ in every for name, print_ in of_rank.items()}
 
 
-def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:
-    return ScalerCheckpointError(
-        f"{error.filename}: cannot be read ({error.strerror or error}), so that the loss scaler's "
-        f"state, {where}, cannot be compared with it."
-    )
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Each writer has its own temporary name, so that two simultaneous saves leave a complete file.
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with part.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # not every file system can flush a directory
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-
-def _together() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _is_first(group: dist.ProcessGroup | None) -> bool:
-    return not _together() or dist.get_rank(group) == 0
+def _place(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return this rank in a group (``None``: all ranks), and the group's size; else 0 and 1."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    if not _together() or dist.get_world_size(group) == 1:
+    """Return the values of all ranks of a group, in the order of the ranks."""
+    ranks = _place(group)[1]
+    if ranks == 1:
         return [value]
-    every = [None] * dist.get_world_size(group)
+    every = [None] * ranks
     dist.all_gather_object(every, value, group=group)
     return every
-
-
-def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    if not _together() or dist.get_world_size(group) == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group else 0, group=group)
-    return box[0]

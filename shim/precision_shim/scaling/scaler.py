@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from ..precision.scaler_record import ScalerSettings
+from .record import ScalerSettings
 from .skips import SkipCounter
 
 MAX_SCALE = 2.0**126

@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import LossScaleError
-from ..precision.scaler_record import MAX_SKIPS
-from ..reporting.journal import announce
+from ..reporting.journal import log
+from .record import MAX_SKIPS
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SkipCounter:
         self.skipped += 1
         self.in_row += 1
         if self.skipped == 10 ** (len(str(self.skipped)) - 1):
-            announce(
+            log(
                 f"fp16 loss scaling: optimizer step {self.steps} was skipped, because a gradient "
                 f"was not finite: loss scale {scale:g}, then {float(after):g}; normal in fp16 "
                 f"(skipped so far: {self.skipped})"

@@ -21,7 +21,7 @@ from ..process.forks import Lock, is_cut_off
 from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
-from ._plan import Group, Row, check, list_unchecked, refusal
+from ._plan import Group, Row, check, list_unchecked, refuse
 from ._seam import Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -204,7 +204,7 @@ class SeamEngine:
         known, problems = self._known[framework], tuple(problems)
         for row in known.rows:
             if row.group == group and row.state in ("pending", "wrapped"):
-                row.state, row.reason = "refused", refusal(row.seam, problems)
+                refuse(row, problems)
         error = SeamError(
             f"{self._describe(known.adapter)}: {feature}{f', group {name!r},' if name else ''} is "
             f"refused whole: {'; '.join(problems)}. Tested versions: "

@@ -27,6 +27,7 @@ class Row:
     Attributes:
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
+        causes: of a refused seam, the problems that ``reason`` tells.
         symbol: the symbol's description from its source; empty before the check.
     """
 
@@ -34,6 +35,7 @@ class Row:
     seam: Seam
     state: str = "pending"
     reason: str = ""
+    causes: tuple[str, ...] = ()
     symbol: Symbol = _UNREAD
 
     def status(self, adapter: Adapter) -> SeamStatus:
@@ -44,6 +46,7 @@ class Row:
             seam.feature,
             self.state,
             self.reason,
+            causes=self.causes,
             path=adapter.paths.get(seam.group, seam.group),
             refusal=seam.refusal,
             why=seam.why,
@@ -124,7 +127,7 @@ def check(
     for row in rows:
         missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
         if (row.state == "pending" and row.group in refused) or missing_half:
-            row.state, row.reason = "refused", refusal(row.seam, refused[row.group])
+            refuse(row, refused[row.group])
     return SeamPlan(adapter, rows, refused)
 
 
@@ -212,8 +215,8 @@ def missing(seam: Seam, symbol: Symbol) -> str:
     return ""
 
 
-def refusal(seam: Seam, problems: Iterable[str]) -> str:
-    """Return why a seam is refused: its own problems, or else the first problem of its group."""
-    problems = tuple(problems)
-    own = [text for text in problems if seam.target in text]
-    return "; ".join(own) or "refused whole, because: " + problems[0]
+def refuse(row: Row, problems: tuple[str, ...]) -> None:
+    """Refuse a seam because of its own problems, or else of the first problem of its group."""
+    own = tuple(text for text in problems if row.seam.target in text)
+    row.state, row.causes = "refused", own or problems[:1]
+    row.reason = "; ".join(own) or "refused whole, because: " + problems[0]

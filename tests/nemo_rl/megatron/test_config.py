@@ -9,7 +9,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-import precision_shim
 from precision_shim.errors import DtypeError
 
 from ..support import NEMO_RL
@@ -95,15 +94,3 @@ def test_a_providers_names_become_what_megatron_reads(cpu: None, shim: Callable[
     for name in (*names, "moe_router_dtype"):
         with pytest.raises(DtypeError, match="dtype='bf17'"):
             provided(**{name: "bf17"})
-
-
-def test_all_of_it_is_undone(cpu: None) -> None:
-    from megatron.bridge.training import optim
-    from megatron.core.optimizer import optimizer as optimizers
-
-    before = optim.setup_optimizer, vars(optimizers.ChainedOptimizer)["step"]
-    precision_shim.install()
-    assert optim.setup_optimizer is not before[0]
-    precision_shim.uninstall()
-    assert (optim.setup_optimizer, vars(optimizers.ChainedOptimizer)["step"]) == before
-    assert made().params_dtype == "float32"

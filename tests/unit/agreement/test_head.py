@@ -14,8 +14,9 @@ from torch.nn import functional
 
 import precision_shim
 from precision_shim.errors import PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.precision.findings import Findings
 from precision_shim.precision.lm_head import Head
-from precision_shim.process.settings import resolve
+from precision_shim.process.settings import Settings, resolve
 from precision_shim.reporting import journal
 from precision_shim_adapters.agreement.lm_head import (
     compute_in_fp32,
@@ -23,16 +24,18 @@ from precision_shim_adapters.agreement.lm_head import (
     names_head,
     of_rollout,
     of_trainer,
-    problems_of_heads,
-    report_heads,
 )
+from precision_shim_adapters.agreement.report import Sides, Write, report_sides
 
 from ...stand_ins.planted_engines import NEW, plant
 
-WHERE = "toyfw 1.0"
+JOB = "toyfw", "toyfw 1.0"
+WHERE = JOB[1]
+ON = resolve(settings={"head": "fp32"}, environ={})
 ACTOR = Head("actor", "model.head_dtype")
 ROLLOUT = Head("rollout", "engine.head_dtype")
 NO = Head("rollout", "engine.head_dtype", refusal="the engine has none", remedy="Take another")
+THERE = Head("rollout", "engine.head_dtype", refusal="not installed here", known=False)
 REFUSED = (
     "toyfw 1.0: PRECISION_SHIM_HEAD=fp32 is refused, because it takes effect in all engines or in "
     "none: rollout: the engine has none. The shim changes no LM head. Take another. Or unset "
@@ -45,6 +48,15 @@ def off() -> Iterator[None]:
     journal.clear()
     yield
     precision_shim.uninstall()
+
+
+def report_heads(heads: list[Head], write: Write | None) -> None:
+    report_sides(Sides(*JOB, heads=heads), write)
+
+
+def planned(heads: list[Head], settings: Settings = ON) -> Findings:
+    """What the command ``plan`` finds, which may run on another machine than the job."""
+    return Sides(*JOB, heads=heads).judge(settings, may_write=True, here=False)[0]
 
 
 def decided() -> list[tuple[str, str]]:
@@ -67,11 +79,9 @@ def test_without_the_setting_a_head_on_one_side_is_said(
     heads: list[Head], chosen: list[str]
 ) -> None:
     precision_shim.install(strict=True, settings={"log": "quiet"})
-    report_heads(WHERE, lambda: heads, None)
+    report_heads(heads, None)
     assert decided() == [("LM head", one) for one in chosen]
-    problems, notes = problems_of_heads(WHERE, lambda: heads, resolve(environ={}), on=True)
-    assert (problems, len(notes)) == ([], len(chosen))
-    assert all(one in note for one, note in zip(chosen, notes, strict=True))
+    assert planned(heads, resolve(environ={})) == Findings(precision_shim.status().decisions)
 
 
 def test_all_keys_are_written_and_it_is_said_once() -> None:
@@ -79,7 +89,7 @@ def test_all_keys_are_written_and_it_is_said_once() -> None:
     wrote: list[str] = []
     done = Head("ref", "ref.head_dtype", in_fp32=True)
     for _ in range(2):
-        report_heads(WHERE, lambda: [ACTOR, done, ROLLOUT], lambda key, _: wrote.append(key))
+        report_heads([ACTOR, done, ROLLOUT], lambda key, _: wrote.append(key))
     assert wrote == ["model.head_dtype", "engine.head_dtype"] * 2
     assert decided() == [("LM head", "fp32 in trainer and rollout")]
 
@@ -89,36 +99,31 @@ def test_one_refusal_leaves_all_heads(heads: list[Head]) -> None:
     precision_shim.install(settings={"head": "fp32", "log": "quiet"})
     wrote: list[str] = []
     with pytest.warns(PrecisionShimWarning) as told:
-        report_heads(WHERE, lambda: heads, lambda key, _: wrote.append(key))
+        report_heads(heads, lambda key, _: wrote.append(key))
     assert [str(one.message) for one in told] == [REFUSED]
     assert not wrote
     assert decided() == [("LM head", "each engine's own dtype")]
-    found, _ = problems_of_heads(
-        WHERE, lambda: heads, resolve(settings={"head": "fp32"}, environ={}), on=True
-    )
-    assert [f"{one.message}. {one.remedy}" for one in found] == [REFUSED]
+    assert [str(one) for one in planned(heads).problems] == [REFUSED]
 
 
 def test_strict_raises() -> None:
     precision_shim.install(strict=True, settings={"head": "fp32", "log": "quiet"})
     with pytest.raises(UnsupportedPrecisionError) as raised:
-        report_heads(WHERE, lambda: [ACTOR, NO], lambda key, value: None)
+        report_heads([ACTOR, NO], lambda key, value: None)
     assert str(raised.value) == REFUSED
 
 
 def test_a_worker_cannot_write() -> None:
     precision_shim.install(settings={"head": "fp32", "log": "quiet"})
     with pytest.warns(PrecisionShimWarning, match="Write engine.head_dtype=float32. Or unset"):
-        report_heads(WHERE, lambda: [Head("actor", "a", in_fp32=True), ROLLOUT], None)
+        report_heads([Head("actor", "a", in_fp32=True), ROLLOUT], None)
     assert decided() == [("LM head", "each engine's own dtype")]
 
 
 def test_an_engine_on_another_machine_is_a_note_in_the_plan() -> None:
-    asked = resolve(settings={"head": "fp32"}, environ={})
-    there = Head("rollout", "engine.head_dtype", refusal="not installed here", known=False)
-    problems, notes = problems_of_heads(WHERE, lambda: [ACTOR, there], asked, on=True)
-    assert (problems, ["not installed here" in note for note in notes]) == ([], [True])
-    assert problems_of_heads(WHERE, lambda: [ACTOR, NO], asked, on=False) == ([], [])
+    found = planned([ACTOR, THERE])
+    assert found.problems == ()
+    assert ["not installed here" in one.because for one in found.decisions] == [True]
 
 
 # -- what a config says ----------------------------------------------------------------------------
@@ -209,14 +214,12 @@ def test_a_key_of_the_users_acts_beside_a_refusal() -> None:
     with pytest.warns(
         PrecisionShimWarning, match=r"no LM head, but model\.head_dtype in the config"
     ):
-        report_heads(WHERE, lambda: [theirs, NO], lambda key, value: None)
+        report_heads([theirs, NO], lambda key, value: None)
 
 
 def test_the_plan_says_what_is_sure_beside_an_engine_that_is_not_here() -> None:
-    asked = resolve(settings={"head": "fp32"}, environ={})
-    there = Head("rollout", "engine.head_dtype", refusal="not installed here", known=False)
     fused = Head("actor", "model.head_dtype", refusal="a fused product")
-    (problem,), _ = problems_of_heads(WHERE, lambda: [fused, there], asked, on=True)
+    (problem,) = planned([fused, THERE]).problems
     assert "a fused product" in problem.message
     assert "not installed" not in problem.message
 

@@ -16,9 +16,10 @@ from precision_shim.precision.agreement import AUTO, FP8, Engine
 from precision_shim.process.settings import resolve
 from precision_shim.reporting import journal
 from precision_shim_adapters.agreement.names import engine_name, with_rounded, write_key
-from precision_shim_adapters.agreement.report import problems_of, report_engines
+from precision_shim_adapters.agreement.report import Sides, Write, report_sides
 
-WHERE = "toyfw 1.0"
+JOB = "toyfw", "toyfw 1.0"
+WHERE = JOB[1]
 NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 TRAINER = {one: Engine("actor", one, "actor.dtype") for one in ("fp16", "bf16", "fp32")}
 
@@ -34,6 +35,10 @@ def off() -> Iterator[None]:
     precision_shim.uninstall()
 
 
+def report_engines(trainer: str, others: list[Engine], write: Write | None) -> None:
+    report_sides(Sides(*JOB, TRAINER[trainer], others), write)
+
+
 def decided() -> list[str]:
     return [one.chosen for one in precision_shim.status().decisions]
 
@@ -46,12 +51,12 @@ CASES = list(itertools.product(TRAINER, ("fp16", "bf16", "fp32", AUTO, FP8)))
 def test_follow_writes_whatever_stands_there(setting: str, trainer: str, computes: str) -> None:
     precision_shim.install(settings={"rollout": setting, "log": "quiet"})
     wrote: list[tuple[str, str]] = []
-    asked = TRAINER[trainer], [rollout(computes)]
+    asked = trainer, [rollout(computes)]
     follows = setting == "follow" and computes not in (trainer, FP8)
     lost = trainer == "fp16" and computes == "bf16" and not follows
 
     def act() -> None:
-        report_engines(WHERE, *asked, lambda key, name: wrote.append((key, name)))
+        report_engines(*asked, lambda key, name: wrote.append((key, name)))
 
     if lost:
         with pytest.warns(PrecisionShimWarning, match=r"toyfw 1.0: the actor computes in fp16"):
@@ -63,19 +68,16 @@ def test_follow_writes_whatever_stands_there(setting: str, trainer: str, compute
     replaced = f"rollout.dtype: {NAMES.get(computes, computes)} -> {NAMES[trainer]}"
     assert keys == [replaced] * follows
     assert ("as the actor" in chosen) is (follows or computes == trainer)
-    problems, notes = problems_of(
-        WHERE, *asked, resolve(settings={"rollout": setting}, environ={}), on=True
-    )
-    assert bool(problems) is lost
-    found = precision_shim.status().decisions
-    assert notes == [
-        f"{one.subject}: rollout-agreement: {one.chosen} ({one.because})" for one in found
-    ]
+    settings = resolve(settings={"rollout": setting}, environ={})
+    sides = Sides(*JOB, TRAINER[trainer], asked[1])
+    planned, _ = sides.judge(settings, may_write=True, here=False)
+    assert bool(planned.problems) is lost
+    assert planned.decisions == precision_shim.status().decisions
 
 
 def test_doubt_is_a_note_that_says_how_to_find_out() -> None:
     precision_shim.install(strict=True, settings={"log": "quiet"})
-    report_engines(WHERE, TRAINER["fp16"], [rollout(AUTO)], None)
+    report_engines("fp16", [rollout(AUTO)], None)
     (one,) = precision_shim.status().decisions
     assert one.chosen == "the checkpoint's dtype beside the actor's fp16"
     assert "not known here; the engine's own log names it, and rollout.dtype=float16 sets it" in (
@@ -92,7 +94,7 @@ def test_one_decision_has_all_keys_that_follow_replaces() -> None:
         Engine("teacher", "fp32", "teacher.dtype", "float32", follows=False),
     ]
     with pytest.raises(UnsupportedPrecisionError, match="Train in bf16"):
-        report_engines(WHERE, TRAINER["fp16"], others, lambda key, name: None)
+        report_engines("fp16", others, lambda key, name: None)
     first = precision_shim.status().decisions[0]
     assert first.subject == "dtype keys"
     assert first.chosen == "ref.dtype: not set -> float16; rollout.dtype: bfloat16 -> float16"
@@ -105,7 +107,7 @@ def test_a_model_that_vllm_refuses_in_fp16_does_not_follow() -> None:
     others = [rollout("bf16", refuses="it refuses gemma2"), Engine("ref", "bf16", "ref.dtype")]
     wrote: list[str] = []
     with pytest.warns(PrecisionShimWarning, match="Train in bf16"):
-        report_engines(WHERE, TRAINER["fp16"], others, lambda key, _: wrote.append(key))
+        report_engines("fp16", others, lambda key, _: wrote.append(key))
     assert wrote == ["ref.dtype"]
 
 
@@ -113,7 +115,7 @@ def test_strict_raises_with_every_engine_that_disagrees() -> None:
     precision_shim.install(strict=True, settings={"log": "quiet"})
     ref = Engine("ref", "bf16", "ref.dtype")
     with pytest.raises(UnsupportedPrecisionError) as caught:
-        report_engines(WHERE, TRAINER["fp16"], [ref, rollout("bf16")], lambda key, name: None)
+        report_engines("fp16", [ref, rollout("bf16")], lambda key, name: None)
     text = str(caught.value)
     assert "Write ref.dtype=float16" in text
     assert "Write rollout.dtype=float16" in text
@@ -122,29 +124,32 @@ def test_strict_raises_with_every_engine_that_disagrees() -> None:
 
 def test_strict_lets_a_bf16_trainers_choice_pass() -> None:
     precision_shim.install(strict=True, settings={"log": "quiet"})
-    report_engines(WHERE, TRAINER["bf16"], [rollout("fp16")], None)
+    report_engines("bf16", [rollout("fp16")], None)
     assert decided() == ["fp16 beside the actor's bf16"]
 
 
 def test_nothing_is_written_where_the_config_was_copied() -> None:
     precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
     with pytest.warns(PrecisionShimWarning):
-        report_engines(WHERE, TRAINER["fp16"], [rollout("bf16")], None)
+        report_engines("fp16", [rollout("bf16")], None)
     assert decided() == ["bf16 beside the actor's fp16"]
 
 
 def test_what_was_written_is_not_said_twice() -> None:
     precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
-    report_engines(WHERE, TRAINER["fp16"], [rollout("bf16")], lambda key, name: None)
-    report_engines(WHERE, TRAINER["fp16"], [rollout("fp16")], lambda key, name: None)
+    report_engines("fp16", [rollout("bf16")], lambda key, name: None)
+    report_engines("fp16", [rollout("fp16")], lambda key, name: None)
     assert decided() == ["rollout.dtype: bfloat16 -> float16", "fp16, as the actor"]
 
 
 def test_the_plan_writes_nothing_where_the_feature_is_off() -> None:
     settings = resolve(settings={"rollout": "follow"}, environ={})
-    asked = WHERE, TRAINER["fp16"], [rollout("bf16")], settings
-    assert problems_of(*asked, on=True)[0] == []
-    (problem,), _ = problems_of(*asked, on=False)
+    sides = Sides(*JOB, TRAINER["fp16"], [rollout("bf16")])
+    found, writes = sides.judge(settings, may_write=True)
+    assert (found.problems, writes) == ((), {"rollout.dtype": "float16"})
+    found, writes = sides.judge(settings, may_write=False)
+    ((problem,), expected) = found.problems, {}
+    assert writes == expected
     assert (problem.code, problem.key) == ("rollout-dtype", "rollout.dtype")
     assert problem.remedy.startswith("Write rollout.dtype=float16")
 

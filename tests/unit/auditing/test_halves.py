@@ -11,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.auditing import sent_weights
-from precision_shim.auditing.sent_weights import ADAPTERS, BASE, LEAST_SAMPLE, Sent, Weights
+from precision_shim.auditing.sent_weights import ADAPTERS, BASE, Sent, Weights
 from precision_shim.precision.agreement import ENGINE_NAMES
 
 from ...processes.commands import command
 
-MANY = 10_000
 
-
-def weights(dtype: str, exact: float | None, **more: int) -> Weights:
-    return Weights({dtype: 1_000_000, **more}, exact, MANY)
+def weights(dtype: str, exact: bool | None, **more: int) -> Weights:
+    return Weights({dtype: 1_000_000, **more}, exact)
 
 
 RIGHT = Sent(
@@ -30,8 +28,8 @@ RIGHT = Sent(
     asked="float16",
     key="rollout.dtype",
     sync=2,
-    sent={BASE: weights("fp16", 0.125)},
-    own={BASE: weights("fp32", 0.001)},
+    sent={BASE: weights("fp16", False)},
+    own={BASE: weights("fp32", False)},
 )
 
 
@@ -49,14 +47,14 @@ def test_what_is_right_contradicts_nothing() -> None:
 @pytest.mark.parametrize("asked", ["bfloat16", "auto", "float16", "fp8", ""])
 @pytest.mark.parametrize("trainer", ["fp16", "bf16", ""])
 def test_a_bf16_rollout_beside_an_fp16_trainer(trainer: str, asked: str) -> None:
-    sent = replace(RIGHT, asked=asked, computes=trainer, sent={BASE: weights("bf16", 1.0)})
+    sent = replace(RIGHT, asked=asked, computes=trainer, sent={BASE: weights("bf16", True)})
     expected = trainer == "fp16" and asked == "bfloat16"
     assert ("rollout-dtype" in codes(sent)) is expected
     assert "rollout-dtype" not in codes(replace(sent, quantised=1))
 
 
 def test_the_remedy_names_the_rollouts_key() -> None:
-    sent = replace(RIGHT, asked="bfloat16", computes="fp16", sent={BASE: weights("bf16", 1.0)})
+    sent = replace(RIGHT, asked="bfloat16", computes="fp16", sent={BASE: weights("bf16", True)})
     ((_, message),) = sent.contradictions()
     assert "Let the rollout compute in fp16 (rollout.dtype=float16)" in message
     ((_, message),) = replace(sent, key="").contradictions()
@@ -65,17 +63,19 @@ def test_the_remedy_names_the_rollouts_key() -> None:
 
 @pytest.mark.parametrize("asked", ["float16", "float32"])
 def test_weights_in_bf16(asked: str) -> None:
-    assert codes(replace(RIGHT, asked=asked, sent={BASE: weights("bf16", 1.0)})) == [
+    assert codes(replace(RIGHT, asked=asked, sent={BASE: weights("bf16", True)})) == [
         "weights-dtype"
     ]
-    then = replace(RIGHT, asked=asked, sent={BASE: weights("fp32", 1.0)}, then="bf16")
+    then = replace(RIGHT, asked=asked, sent={BASE: weights("fp32", True)}, then="bf16")
     assert codes(then) == ["weights-dtype"]
-    assert "fp32, then rounded to bf16, exact" in str(then)
+    assert "fp32 (no more than bf16's bits), then rounded to bf16, of the trainer's fp32" in str(
+        then
+    )
 
 
 @pytest.mark.parametrize("group", [BASE, ADAPTERS])
 def test_a_bf16_wire(group: str) -> None:
-    own = {BASE: weights("fp32", 0.001), ADAPTERS: weights("fp32", 0.002)}
+    own = {BASE: weights("fp32", False), ADAPTERS: weights("fp32", False)}
     for dtype in ("fp16", "fp32"):
         assert codes(replace(RIGHT, own=own, sent={group: weights(dtype, 1.0)})) == ["bf16-wire"]
 
@@ -84,46 +84,49 @@ def test_a_bf16_wire(group: str) -> None:
 
 NONE = {
     "a bf16 trainer beside an fp16 rollout": replace(
-        RIGHT, sent={BASE: weights("bf16", 1.0)}, own={BASE: weights("bf16", 1.0)}
+        RIGHT, sent={BASE: weights("bf16", True)}, own={BASE: weights("bf16", True)}
     ),
     "the same with routers and norms in fp32": replace(
         RIGHT,
-        sent={BASE: weights("bf16", 0.99, fp32=10_000)},
-        own={BASE: weights("bf16", 0.97, fp32=10_000)},
+        sent={BASE: weights("bf16", False, fp32=10_000)},
+        own={BASE: weights("bf16", False, fp32=10_000)},
     ),
     "a bf16 wire into a bf16 rollout": replace(
-        RIGHT, asked="bfloat16", sent={BASE: weights("bf16", 1.0)}
+        RIGHT, asked="bfloat16", sent={BASE: weights("bf16", True)}
     ),
     "the first sync of a bf16 checkpoint": replace(
-        RIGHT, sent={BASE: weights("fp16", 1.0)}, own={BASE: weights("fp32", 1.0)}
+        RIGHT, sent={BASE: weights("fp16", True)}, own={BASE: weights("fp32", True)}
     ),
     "an fp16 model whose compute dtype is not known beside a bf16 rollout": replace(
-        RIGHT, asked="bfloat16", own={BASE: weights("fp16", 0.125)}
+        RIGHT, asked="bfloat16", own={BASE: weights("fp16", False)}
     ),
     "adapters over a base that is frozen in bf16": replace(
         RIGHT,
-        sent={BASE: weights("bf16", 1.0), ADAPTERS: weights("fp32", 0.1)},
-        own={BASE: weights("bf16", 1.0), ADAPTERS: weights("fp32", 0.1)},
+        sent={BASE: weights("bf16", True), ADAPTERS: weights("fp32", False)},
+        own={BASE: weights("bf16", True), ADAPTERS: weights("fp32", False)},
     ),
     "adapters alone": replace(
         RIGHT,
-        sent={ADAPTERS: weights("fp32", 0.1)},
-        own={BASE: weights("fp32", 1.0), ADAPTERS: weights("fp32", 0.1)},
+        sent={ADAPTERS: weights("fp32", False)},
+        own={BASE: weights("fp32", True), ADAPTERS: weights("fp32", False)},
     ),
     "LoRA that was merged into a frozen base": replace(
-        RIGHT, own={BASE: weights("fp32", 1.0), ADAPTERS: weights("fp32", 0.1)}
+        RIGHT, own={BASE: weights("fp32", True), ADAPTERS: weights("fp32", False)}
     ),
     "weights in 8 bits, and norms of 1 beside them": replace(
-        RIGHT, quantised=1, sent={BASE: weights("fp16", 1.0)}
+        RIGHT, quantised=1, sent={BASE: weights("fp16", True)}
     ),
     "an engine that quantises by itself": replace(
-        RIGHT, asked="fp8", sent={BASE: weights("bf16", 1.0)}
+        RIGHT, asked="fp8", sent={BASE: weights("bf16", True)}
     ),
     "auto": replace(RIGHT, asked="auto"),
     "a dtype that is not known": replace(RIGHT, asked="", key=""),
-    "too few numbers": replace(RIGHT, sent={BASE: Weights({"fp16": 9}, 1.0, LEAST_SAMPLE - 1)}),
+    "weights that cannot be sampled": replace(RIGHT, sent={BASE: weights("fp16", None)}),
+    "own weights that cannot be sampled": replace(
+        RIGHT, sent={BASE: weights("fp16", True)}, own={BASE: weights("fp32", None)}
+    ),
     "a trainer of which nothing is known": replace(
-        RIGHT, sent={BASE: weights("bf16", 1.0)}, own={}
+        RIGHT, sent={BASE: weights("bf16", True)}, own={}
     ),
 }
 
@@ -134,14 +137,14 @@ def test_no_false_contradiction(case: str) -> None:
 
 
 @given(
-    own=st.floats(0, 1),
-    sent=st.floats(0, 1),
+    own=st.booleans(),
+    sent=st.booleans(),
     dtype=st.sampled_from(["fp16", "bf16", "fp32"]),
     computes=st.sampled_from(["fp16", "bf16", "fp32"]),
     before=st.sampled_from(["fp16", "bf16", "fp32"]),
 )
-def test_a_wire_is_found_by_dtype_or_share_and_never_beside_bf16(
-    own: float, sent: float, dtype: str, computes: str, before: str
+def test_a_wire_is_found_by_dtype_or_values_and_never_beside_bf16(
+    own: bool, sent: bool, dtype: str, computes: str, before: str
 ) -> None:
     one = replace(
         RIGHT,
@@ -150,8 +153,8 @@ def test_a_wire_is_found_by_dtype_or_share_and_never_beside_bf16(
         own={BASE: weights(before, own)},
     )
     by_dtype = dtype == "bf16" and before != "bf16"
-    by_share = own < 0.98 and sent > 0.999 and not by_dtype
-    expected = ["weights-dtype"] * by_dtype + ["bf16-wire"] * by_share
+    by_value = sent and not own and not by_dtype
+    expected = ["weights-dtype"] * by_dtype + ["bf16-wire"] * by_value
     assert codes(one) == (expected if computes != "bf16" else [])
 
 
@@ -179,7 +182,7 @@ def audit(folder: Path, *words: str) -> tuple[int, str]:
 
 
 def test_the_command_on_a_contradiction(tmp_path: Path) -> None:
-    wire = replace(RIGHT, sent={BASE: weights("fp16", 1.0)}, head="fp32")
+    wire = replace(RIGHT, sent={BASE: weights("fp16", True)}, head="fp32")
     for one in (wire, replace(wire, rank=1), replace(RIGHT, framework="skyrl")):
         sent_weights.write(str(tmp_path), one)
     (tmp_path / "x.rollout.json").write_text("{", encoding="utf-8")

@@ -51,11 +51,11 @@ def part(one: Reading) -> AuditPart:
 
 
 def problems(one: Reading, **expected: str) -> list[Finding]:
-    return list(rules.problems(one, part(one), expected, WHERE))
+    return rules.find(one, part(one), expected, WHERE)[0]
 
 
 def notes(one: Reading) -> list[str]:
-    return [found.code for found in rules.notes(one, part(one), WHERE)]
+    return [found.code for found in rules.find(one, part(one), {}, WHERE)[1]]
 
 
 def told(found: list[Finding]) -> list[tuple[str, str | None, str, str]]:
@@ -163,7 +163,7 @@ def test_masters_that_the_optimizer_foretells(stepped: bool, master: Any, code: 
     one = reading(
         owned=[owned(**states)],
         wanted=wanted(masters={BF16: FP32}),
-        declared_states=DeclaredStates(master={BF16: master}.__getitem__),
+        declared_states=DeclaredStates(master={BF16: master}.get),
     )
     assert [found.code for found in problems(one)] == code
 
@@ -318,7 +318,7 @@ def test_a_note_on_a_second_moment_that_cannot_decay(betas: Any, dtype: Any, stu
     for one in (live, later):
         assert notes(one) == (["second-moment-stuck"] if stuck else [])
     if stuck:
-        (found,) = rules.notes(live, part(live), WHERE)
+        _, (found,) = rules.find(live, part(live), {}, WHERE)
         assert found.found == "bf16 at beta2 0.999"
         assert found.component == "exp_avg_sq"
 

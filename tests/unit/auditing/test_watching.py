@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,7 +147,9 @@ def test_a_stub_over_a_frozen_model_is_looked_at_once(shim: Any) -> None:
 def test_an_optimizer_that_is_gone_is_not_looked_at(shim: Any) -> None:
     shim()
     model, optimizer = made()
-    watcher = automatic._Watcher("verl", "actor", optimizer, stepped=optimizer, model=model)
+    watcher = automatic._Watcher(
+        "verl", "actor", None, [weakref.ref(model)], optimizer=weakref.ref(optimizer)
+    )
     del optimizer
     gc.collect()
     assert watcher.look() is None

@@ -20,10 +20,9 @@ def engine(subject: str, computes: str, **fields: object) -> Engine:
 @pytest.mark.parametrize("subject", ["rollout", "ref"])
 def test_pairs(subject: str, trainer: str, other: str) -> None:
     found = compare(engine("actor", trainer), engine(subject, other))
-    assert found.agrees is (trainer == other)
     assert found.lost is (trainer == "fp16" and other == "bf16")
     assert f"{subject}.dtype" in found.because
-    if found.agrees:
+    if trainer == other:
         assert (found.chosen, found.remedy) == (f"{other}, as the actor", "")
         return
     assert found.chosen.endswith(f"beside the actor's {trainer}")
@@ -46,7 +45,6 @@ def test_an_engine_that_keeps_values_in_fewer_bits_never_agrees(trainer: str, ot
         compare(engine("actor", trainer), one)
         for one in (engine("rollout", other, rounded=("fp8 KV cache", "cache=fp8")), plain)
     )
-    assert not found.agrees
     assert (found.lost, found.remedy) == (before.lost, before.remedy)
     assert found.chosen.endswith(f"with fp8 KV cache beside the actor's {trainer}")
     assert found.because.startswith(f"{before.because}; cache=fp8: ")
@@ -55,10 +53,11 @@ def test_an_engine_that_keeps_values_in_fewer_bits_never_agrees(trainer: str, ot
 def test_an_engine_that_refuses_the_model_in_fp16() -> None:
     trainer, refuses = engine("actor", "fp16"), "it refuses gemma2"
     same = compare(trainer, engine("rollout", "fp16", refuses=refuses))
-    assert (same.agrees, same.lost, same.remedy) == (False, True, "")
+    assert (same.chosen, same.lost, same.remedy) == ("fp16", True, "")
     assert same.because == refuses
     other = compare(engine("actor", "bf16"), engine("rollout", "fp16", refuses=refuses))
     assert (other.lost, other.remedy) == (True, "rollout.dtype=bfloat16")
     lower = compare(trainer, engine("rollout", "bf16", refuses=refuses))
     assert (lower.lost, lower.remedy) == (True, "")
-    assert compare(engine("actor", "bf16"), engine("rollout", "bf16", refuses=refuses)).agrees
+    low = compare(engine("actor", "bf16"), engine("rollout", "bf16", refuses=refuses))
+    assert low.chosen == "bf16, as the actor"

@@ -10,24 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.errors import ScalerCheckpointError
-from precision_shim.scaling import (
-    FORMAT,
-    LossScaler,
-    ScalerSettings,
-    read_record,
-    record_of,
-    restore,
-)
-from precision_shim.scaling import record as module
+from precision_shim.scaling import LossScaler, ScalerSettings, read_record, record_of, restore
+from precision_shim.scaling import checkpoint as module
+from precision_shim.scaling.record import FORMAT, digest_of, signed
 
 
 def scaler(**settings):
     return LossScaler(ScalerSettings(**settings), device="cpu")
-
-
-def signed(record):
-    record["digest"] = module.digest_of(record)
-    return record
 
 
 def through_json(record):
@@ -167,7 +156,7 @@ def test_a_record_that_was_touched_is_refused():
 def test_a_record_that_is_no_json_has_no_digest_to_match():
     """The record may come from a pickle, in a framework's own file."""
     record = {**record_of(scaler()), "more": object(), "digest": ""}
-    assert module.digest_of(record) == ""
+    assert digest_of(record) == ""
     with pytest.raises(ScalerCheckpointError, match="does not match its digest"):
         read_record(record, "here")
 

@@ -23,10 +23,10 @@ from precision_shim.errors import (
     SeamError,
     UnsupportedPrecisionError,
 )
-from precision_shim.precision.belonging import fingerprints
-from precision_shim.precision.scaler_record import digest_of
 from precision_shim.process.settings import resolve
 from precision_shim.scaling import LossScaler
+from precision_shim.scaling.belonging import fingerprints
+from precision_shim.scaling.record import digest_of
 from precision_shim_adapters.torch_fp16 import ScaledTraining
 from precision_shim_adapters.torch_fp16 import training as training_module
 from precision_shim_adapters.torch_fp16.settings import settings_for
@@ -612,7 +612,7 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, monkeypa
     def refused(path):
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr("precision_shim.precision.belonging.fingerprint", refused)
+    monkeypatch.setattr("precision_shim.scaling.belonging.fingerprint", refused)
     before = source.scaler.state_dict()
     with pytest.raises(ScalerCheckpointError, match=r"rank_0\.pt: cannot be read"):
         source.restore(tmp_path, {name: files[name]})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from precision_shim.precision.dtypes import name_of
-from precision_shim_adapters.nemo_rl.training.dtensor import FRAMEWORK, group_of
-from precision_shim_adapters.nemo_rl.training.megatron import read_requested
+from precision_shim_adapters.nemo_rl.config import FRAMEWORK, read_requested
+from precision_shim_adapters.nemo_rl.training.workers import group_of
 
 from . import megatron as megatrons
 from . import torch_fp16 as torchs

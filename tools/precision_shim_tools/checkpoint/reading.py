@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
+from precision_shim.errors import CheckpointUnreadableError
 from precision_shim.files.pickles import dicts_in
-from precision_shim.precision.belonging import files_beneath, fingerprints, foreign
-from precision_shim.precision.scaler_record import (
-    FILE_NAME,
-    bad_record,
-    parse,
-    parse_bytes,
-    read_record,
-    state_of,
-)
 from precision_shim.process.registry import checkpoint_readers
+from precision_shim.scaling.belonging import files_beneath
+from precision_shim.scaling.record import FILE_NAME, Verdict, bad_record, parse_bytes, read_file
 
 from .finding import read_units, search
 from .layout import FLOATS, MOMENTS, NUMBERS, REMAINDERS, UNKNOWN, CheckpointPart, Scaler
@@ -101,65 +94,45 @@ def _is_record(words: list[str]) -> bool:
 
 
 def _scaler_of(part: CheckpointPart) -> Scaler:
-    states, found = set(), []
-    for where, read, files, all_named in _records_of(part):
-        try:
-            record = read()
-            saved = read_record(record, where)
-        except ScalerCheckpointError as error:
-            why = str(error).removeprefix(f"{where}: ").partition(". ")[0]
-            return Scaler("damaged", where, why)
-        states.add(state_of(record))
-        named = saved.files or {}
-        beside = {name: file for name, file in files.items() if all_named or name in named}
-        found.append((where, saved, beside))
-    if not found:
+    verdict = Verdict.together([*_verdicts(part)] or [Verdict("")])
+    where, saved, fault = verdict.where, verdict.saved, verdict.damage or verdict.another
+    if fault:
+        why = fault.removeprefix(f"{where}: ").partition(". ")[0]
+        return Scaler("damaged" if verdict.damage else "of another save", where, why, saved)
+    if saved is None:
         return _judge_native(part)
-    if len(states) > 1:
-        return Scaler("damaged", found[0][0], "the ranks' files hold different states")
-    for where, saved, beside in found:
-        others = [] if saved.files is None else foreign(saved.files, fingerprints(beside))
-        if others:
-            text = f"{others[0]} is not the file that it was written with"
-            return Scaler("of another save", where, text, saved)
-    where, saved, _ = found[0]
     text = f"scale {saved.scale:g}, {saved.growth_tracker} good steps, {saved.skipped} skipped"
     return Scaler("whole", where, text, saved)
 
 
-def _records_of(
-    part: CheckpointPart,
-) -> Iterator[tuple[str, Callable[[], object], dict[str, str], bool]]:
-    """Yield each record's place, a function that reads it, and the files beside it.
-
-    The fourth item is whether the record names all of these files, and not only those of its rank.
-    """
+def _verdicts(part: CheckpointPart) -> Iterator[Verdict]:
+    """Judge each record, and the files beside it, as a worker does."""
     places = {unit.path for unit in part.units} | {unit.path.parent for unit in part.units}
     places |= {part.path, *(place / "optimizer" for place in (*places, part.path))}
     for directory in sorted(places):
         file = directory / FILE_NAME
         if file.is_file():
-            text = file.read_text(encoding="utf-8", errors="replace")
             beside = files_beneath(directory)
             for name in ("weights", "model", "optim"):
                 beside |= files_beneath(directory.parent / name, f"../{name}/")
             if world := part.units[0].world_size:
                 mine = f"_world_size_{world}_"
                 beside = {name: path for name, path in beside.items() if mine in name}
-            yield str(file), partial(parse, text, str(file)), beside, True
+            yield Verdict.of(partial(read_file, file), str(file)).beside(beside)
             return
     for unit in part.units:
         keys = [key for key in (*unit.tensors, *unit.objects) if _is_record(key.split("."))]
         for key in keys:
             where = f"{unit.path} ({key})"
-            yield where, partial(_of_tensor, unit.tensors.get(key), where), {}, False
+            yield Verdict.of(partial(_of_tensor, unit.tensors.get(key), where), where)
         if keys:
             return
         for archive in unit.common:
             beside = files_beneath(archive.path.parent)
             for node in dicts_in(archive.tree):
                 if _RECORD_KEY in node:
-                    yield str(archive.path), partial(node.get, _RECORD_KEY), beside, False
+                    verdict = Verdict.of(partial(node.get, _RECORD_KEY), str(archive.path))
+                    yield verdict.beside(beside, named=True)
 
 
 def _of_tensor(tensor: Tensor | None, where: str) -> object:

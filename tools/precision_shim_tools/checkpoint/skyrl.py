@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from precision_shim_adapters.skyrl.config import KWARGS
-from precision_shim_adapters.skyrl.training.fsdp import GROUP
+from precision_shim_adapters.skyrl.config import FSDP, KWARGS
 
 from . import megatron as megatrons
 from . import torch_fp16 as torchs
@@ -19,4 +18,4 @@ def megatron(part: CheckpointPart, here: Here) -> Outcome:
 
 def fsdp(part: CheckpointPart, here: Here) -> Outcome:
     """Predict the resume on FSDP."""
-    return torchs.predict_resume("skyrl", part, here, GROUP)
+    return torchs.predict_resume("skyrl", part, here, FSDP)

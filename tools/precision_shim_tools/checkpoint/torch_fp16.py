@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from precision_shim.precision.dtypes import name_of, parse_dtype
-from precision_shim.precision.scaler_record import choose_values
 from precision_shim.process.registry import checkpoints
+from precision_shim.scaling.record import choose_values
 from precision_shim_adapters.torch_fp16.settings import FEATURE, settings_for
 
 from .layout import FLOATS, CheckpointPart, Outcome, halves
@@ -128,12 +128,11 @@ def predict_scaler(
     elif scaler.state == "damaged":
         return Outcome("refused", f"the loss scaler's record is damaged: {scaler.text}")
     elif scaler.state == "of another save":
-        why = f"the loss scaler's record is of another save: {scaler.text}"
         if here.settings.strict:
-            return Outcome("refused", why)
-        fresh = f"{why}: the scale begins anew"
+            return Outcome("refused", scaler.text)
+        fresh = f"{scaler.text}: the scale begins anew"
     else:
         settings = settings_for(shim=here.settings)
-        _, _, lines = choose_values(scaler.saved, settings, scaler.where)
+        _, lines = choose_values(scaler.saved, settings, scaler.where)
         fresh = f"the loss scaler goes on otherwise: {lines[0]}" if lines else ""
     return Outcome("starts anew", fresh) if fresh else None

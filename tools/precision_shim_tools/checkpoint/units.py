@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 
 from precision_shim.errors import CheckpointUnreadableError
-from precision_shim.files.metadata import NAME, StoredTensor, dtype_name, read_metadata
+from precision_shim.files.metadata import METADATA, StoredTensor, dtype_name, read_metadata
 from precision_shim.files.pickles import Made
 from precision_shim.files.safetensors import read_header
 
@@ -64,7 +64,7 @@ def kind_of(path: Path) -> str | None:
         OSError: the directory cannot be read.
     """
     names = {entry.name for entry in path.iterdir()}
-    if NAME in names:
+    if METADATA in names:
         return "megatron" if names & {"common.pt", "metadata.json"} else "dcp"
     if "common.pt" in names or any(name.endswith(".distcp") for name in names):
         raise CheckpointUnreadableError(
@@ -95,7 +95,7 @@ def read_unit(path: Path, kind: str) -> Unit:
 
 
 def _read_distributed(unit: Unit) -> None:
-    path = unit.path / NAME
+    path = unit.path / METADATA
     with reading(path):
         _take(unit, *read_metadata(path.read_bytes(), str(path)))
     common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from precision_shim_adapters.verl.training.engines import AUTOMODEL, GROUPS
-from precision_shim_adapters.verl.training.fsdp import ENGINE, WORKERS, group_of
-from precision_shim_adapters.verl.training.megatron import read_requested
+from precision_shim_adapters.verl import config as verls
 
 from . import megatron as megatrons
 from . import torch_fp16 as torchs
@@ -15,8 +13,8 @@ from .prediction import Here
 def megatron(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a job with the optimizer fields in ``here.config`` resumes on Megatron."""
     fields, ddp = megatrons.assume_fields(part, here)
-    fields.pop(WORKERS, None)
-    requested = read_requested(
+    fields.pop(verls.WORKERS, None)
+    requested = verls.read_requested(
         {"override_optimizer_config": fields},
         ddp,
         subject=part.subject or "actor",
@@ -27,12 +25,12 @@ def megatron(part: CheckpointPart, here: Here) -> Outcome:
 
 def fsdp(part: CheckpointPart, here: Here) -> Outcome:
     """Predict how a job with 0.7's ``use_legacy_worker_impl`` in its config resumes on FSDP."""
-    asked = (here.config or {}).get(WORKERS)
+    asked = (here.config or {}).get(verls.WORKERS)
     # A checkpoint whose directory names no model is from an SFT job, which uses only the engine.
-    group = group_of(asked) if part.subject else ENGINE
+    group = verls.LEGACY if part.subject and verls.is_legacy(asked) else verls.SHARDED.group
     return torchs.predict_resume("verl", part, here, group)
 
 
 def distributed(part: CheckpointPart, here: Here) -> Outcome:
     """Predict a resume on the Automodel or torchtitan engine, with distributed checkpoints."""
-    return torchs.predict_resume("verl", part, here, GROUPS[AUTOMODEL])
+    return torchs.predict_resume("verl", part, here, verls.AUTOMODEL.group)

@@ -1,8 +1,10 @@
 """The command line: ``precision-shim`` and ``python -m precision_shim``.
 
-Each sub-command is a module whose function ``register(commands)`` adds a parser and sets
-``command``, a function from the parsed arguments to the exit status. Only a running command imports
-torch, frameworks or matplotlib. Only ``demo`` needs a clone and more than the base install.
+Each command is a module with the texts ``HELP`` (one sentence) and ``MORE`` of its help, a function
+``options``, which adds its options to a parser, and a function ``run`` from the parsed arguments to
+the exit status. ``run`` may raise a ``PrecisionShimError`` or an ``OSError``: exit status 2. Only a
+running command imports torch, frameworks or matplotlib. Only ``demo`` needs a clone and more than
+the base install.
 """
 
 from __future__ import annotations
@@ -13,14 +15,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ._output import Progress, write
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction["_Parser"]
-
-__all__ = ["COMMANDS", "OPTIONS", "add_command", "build_parser", "fail", "main", "settings_of"]
+__all__ = ["COMMANDS", "OPTIONS", "build_parser", "main", "settings_of"]
 
 COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 """The modules of this package that implement a command, in the order of ``--help``."""
@@ -47,7 +46,12 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> _Parser:
     parser.set_defaults(command=None, parser=parser, any_options=False)
     added = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in commands:
-        importlib.import_module(f"{__name__}.{name}").register(added)
+        module = importlib.import_module(f"{__name__}.{name}")
+        command = added.add_parser(
+            name, help=module.HELP, description=module.HELP, epilog=module.MORE, allow_abbrev=False
+        )
+        command.set_defaults(command=module.run, parser=command, alone=len(commands) == 1)
+        module.options(command)
     return parser
 
 
@@ -79,26 +83,6 @@ class _Parser(argparse.ArgumentParser):
         return joined
 
 
-def add_command(
-    commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
-) -> _Parser:
-    """Add a command, whose function ``command`` returns the exit status; return the parser.
-
-    ``help`` is one sentence, for the list of commands and the command's own help. ``more`` is
-    paragraphs for the latter only. ``usage`` replaces argparse's usage line, if it would mislead.
-    """
-    parser = commands.add_parser(
-        name,
-        help=help,
-        description=help,
-        epilog=more or None,
-        usage=usage or None,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(command=command, parser=parser)
-    return parser
-
-
 def settings_of(texts: Sequence[str]) -> dict[str, object]:
     """Convert ``--set NAME=VALUE`` options to the dict for ``install(settings=...)``.
 
@@ -119,15 +103,6 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
     return given
 
 
-def fail(asked: argparse.Namespace, message: str) -> int:
-    """Print a command's error, with ``--json`` also as a JSON object; return exit status 2."""
-    Progress.stop()
-    print(f"{asked.parser.prog}: {message}", file=sys.stderr)
-    if asked.parser.as_json:
-        write(json.dumps({"error": message}))
-    return 2
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``precision-shim`` with these words, or ``sys.argv[1:]``; raise ``SystemExit``."""
     try:
@@ -141,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _main(arguments: Sequence[str] | None) -> NoReturn:
+    from precision_shim.errors import PrecisionShimError
+
     _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Import only the module of the given command: `run` starts jobs and must be fast.
@@ -151,12 +128,17 @@ def _main(arguments: Sequence[str] | None) -> NoReturn:
     if known.command is None:
         parser.print_help()
         raise SystemExit(0)
-    name = given[0]
-    if name != "doctor":  # ``doctor`` itself lists invalid variables
-        _check_variables(name, known)
-    if name not in ("run", "demo"):  # the job and the demo report their own progress
-        Progress(known.parser.prog).start()
-    raise SystemExit(known.command(known))
+    try:
+        _check_variables(given[0])
+        if given[0] not in ("run", "demo"):  # the job and the demo report their own progress
+            Progress(known.parser.prog).start()
+        raise SystemExit(known.command(known))
+    except (PrecisionShimError, OSError) as error:
+        Progress.stop()
+        print(f"{known.parser.prog}: {error}", file=sys.stderr)
+        if known.parser.as_json:
+            write(json.dumps({"error": str(error)}))
+        raise SystemExit(2) from None
 
 
 def _open_closed_streams() -> None:
@@ -170,16 +152,12 @@ def _open_closed_streams() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-def _check_variables(command: str, asked: argparse.Namespace) -> None:
-    from precision_shim.errors import SettingsError
+def _check_variables(command: str) -> None:
     from precision_shim.process.settings import check_variables, resolve
 
-    try:
-        if command == "run":  # ``run`` checks the variables' values after its options override them
-            check_variables(os.environ)
-        else:
-            from precision_shim.process.registry import entries
+    if command == "run":  # ``run`` checks the variables' values after its options override them
+        check_variables(os.environ)
+    elif command != "doctor":  # ``doctor`` itself lists invalid variables
+        from precision_shim.process.registry import entries
 
-            resolve(known_frameworks=entries())
-    except SettingsError as error:
-        raise SystemExit(fail(asked, str(error))) from None
+        resolve(known_frameworks=entries())

@@ -57,8 +57,8 @@ def write(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise SystemExit(READER_GONE) from None
-        told = f"precision-shim: the output cannot be written: {error.strerror or error}"
-        print(told, file=sys.stderr)
+        message = f"precision-shim: the output cannot be written: {error.strerror or error}"
+        print(message, file=sys.stderr)
         raise SystemExit(2) from None
 
 

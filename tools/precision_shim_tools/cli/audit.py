@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
 
-from . import add_command, fail
 from ._output import show, write
 
-if TYPE_CHECKING:
-    from . import Commands
-
-_HELP = "Compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_DIR."
-_MORE = (
+HELP = "Compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_DIR."
+MORE = (
     "Groups the ranks of each model and optimizer, and names those that differ, those that are "
     "missing, and what problems they have. Compares the weights that were sent to the rollout with "
     "the dtype that the rollout was configured with. Exit status 0: no rank is missing or differs, "
@@ -23,9 +18,8 @@ _MORE = (
 _GIVE = "Give the directory that PRECISION_SHIM_AUDIT_DIR named when the job ran."
 
 
-def register(commands: Commands) -> None:
-    """Add the command."""
-    parser = add_command(commands, "audit", run, help=_HELP, more=_MORE)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("directory", metavar="DIR", help="the job's PRECISION_SHIM_AUDIT_DIR")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
 
@@ -35,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from precision_shim.auditing import files, sent_weights
     from precision_shim.auditing.ranks import Comparison, compare
     from precision_shim.auditing.record import Audit
+    from precision_shim.errors import AuditError
 
     directory = arguments.directory
     if not directory:
@@ -44,12 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
         weights = list(sent_weights.read(directory))
     except OSError as error:
         why = error.strerror or error
-        return fail(arguments, f"{directory}: cannot be read: {why}. {_GIVE}")
+        raise AuditError(f"{directory}: cannot be read: {why}. {_GIVE}") from error
     if not found and not weights:
-        return fail(
-            arguments,
+        raise AuditError(
             f"{directory}: no audit here (*{files.SUFFIX}). {_GIVE} If the job has not run yet, "
-            "set PRECISION_SHIM_AUDIT_DIR to this directory for the job.",
+            "set PRECISION_SHIM_AUDIT_DIR to this directory for the job."
         )
     audits = [(files.number(path, read), read) for path, read in found if isinstance(read, Audit)]
     broken = {path.name: read for path, read in (*found, *weights) if isinstance(read, str)}
@@ -60,10 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     every: list[Comparison | sent_weights.WeightAudit] = [*compared, *sent]
     ok = not broken and all(each.ok for each in every)
     if arguments.json:
-        told: dict[str, Any] = {"ok": ok, "broken": broken}
-        told["groups"] = [each.to_dict() for each in compared]
-        told["rollouts"] = [each.to_dict() for each in sent]
-        write(json.dumps(told, indent=1))
+        groups, rollouts = ([each.to_dict() for each in some] for some in (compared, sent))
+        result = {"ok": ok, "broken": broken, "groups": groups, "rollouts": rollouts}
+        write(json.dumps(result, indent=1))
         return int(not ok)
     blocks = ["\n".join(each.lines()) for each in every]
     if broken:

@@ -7,19 +7,15 @@ import json
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from precision_shim.process import registry as _registry
 from precision_shim.process.names import meant
 
-from . import add_command
 from ._output import show, write
 
-if TYPE_CHECKING:
-    from . import Commands
-
-_HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
-_MORE = (
+HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
+MORE = (
     "Reads the files' metadata and a sample of the optimizer's values; runs nothing that a file "
     "names, builds no model and needs no GPU. It predicts a "
     "resume in this environment: with the versions that are installed, and with PRECISION_SHIM and "
@@ -34,9 +30,8 @@ _OTHERS = {"param_dtype": _PRECISION, "dtype": _PRECISION, "model_dtype": "param
 """Maps the frameworks' own names of keys, without their sections, to fields for ``--config``."""
 
 
-def register(commands: Commands) -> None:
-    """Add the command."""
-    parser = add_command(commands, "checkpoint", run, help=_HELP, more=_MORE)
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     what = "directory of a run, a step, a model, or the files"
     parser.add_argument("path", metavar="PATH", help=what)
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")

@@ -6,31 +6,20 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from . import add_command
+HELP = "Train a tiny GPT through verl and Megatron-core, without and with the shim."
+MORE = (
+    "It runs only from a clone of the repository, where this help lists its options: on this "
+    "machine's CPU, in fresh processes, with verl's own functions; measured from the tensors. Exit "
+    "status 0: the effect is what was promised; 1: it is not; 2: the demo cannot run here."
+)
 
-if TYPE_CHECKING:
-    from . import Commands
 
-__all__ = ["register"]
-
-
-def register(commands: Commands) -> None:
-    """Add ``demo`` to the command line."""
-    parser = add_command(
-        commands,
-        "demo",
-        _nowhere,
-        help="Train a tiny GPT through verl and Megatron-core, without and with the shim.",
-        more="It runs only from a clone of the repository, where this help lists its options: on "
-        "this machine's CPU, in fresh processes, with verl's own functions; measured from the "
-        "tensors. Exit status 0: the effect is what was "
-        "promised; 1: it is not; 2: the demo cannot run here.",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the clone's demo, and run that demo."""
     # `precision-shim --help` must not run code from the current directory. The clone's code is
-    # imported only for `precision-shim demo`, which registers no other command.
-    root = None if len(commands.choices or ()) > 1 else _clone()
+    # imported only for `precision-shim demo`, whose parser has no other command.
+    root = _clone() if parser.get_default("alone") else None
     if root is None:
         parser.set_defaults(any_options=True)
         return
@@ -52,7 +41,8 @@ def _clone() -> Path | None:
     return None
 
 
-def _nowhere(asked: argparse.Namespace) -> int:
+def run(asked: argparse.Namespace) -> int:
+    """Say that there is no clone here."""
     print(
         "precision-shim demo: it runs from a clone of the repository, where `tox run -e demo` "
         "starts it.",

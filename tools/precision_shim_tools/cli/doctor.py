@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import wrapt
 
@@ -36,14 +36,12 @@ from precision_shim.reporting import text as _status_text
 from precision_shim.reporting.record import FrameworkStatus
 from precision_shim.reporting.text import fold
 
-from ..upstream.framework_status import as_dict, inapplicable, predict_status
-from . import _against, add_command
+from ..predicted import as_dict, predict_status
+from . import _against
 from ._output import Progress, show, write
 
-if TYPE_CHECKING:
-    from . import Commands
-
-__all__ = ["doctor", "examine", "register"]
+HELP = "Show what is installed, what would be patched here and why not."
+MORE = "The exit status is 1 when a feature that the variables ask for could not be applied."
 
 PACKAGES = (
     ("wrapt", ("wrapt",)),
@@ -78,46 +76,40 @@ except BaseException as error:
 """
 
 
-def register(commands: Commands) -> None:
-    """Add ``doctor`` to the command line."""
-    parser = add_command(
-        commands,
-        "doctor",
-        doctor,
-        help="Show what is installed, what would be patched here and why not.",
-        more="The exit status is 1 when a feature that the variables ask for could not be applied.",
-    )
-    parser.add_argument(
-        "--json", dest="as_json", action="store_true", help="print everything as JSON"
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--verbose",
         action="store_true",
         help="print every feature by training engine, every seam and every setting, too",
     )
-    _against.options(parser)
+    parser.add_argument(
+        "--against",
+        metavar="PATH",
+        help="judge a wheel, a checkout, a source folder or a site-packages instead of what is "
+        "installed; nothing of it is imported (exit status 2: it holds no framework and no vLLM or "
+        "SGLang)",
+    )
+    parser.add_argument("--framework", metavar="NAME", help="with --against: the only one to judge")
 
 
-def doctor(asked: argparse.Namespace) -> int:
+def run(asked: argparse.Namespace) -> int:
     """Print the doctor's report, and return the exit status: 1 if there is a problem."""
-    other = _against.command(asked)
-    if other is not None:
-        return other(asked)
-    told, frameworks = _look()
-    if asked.as_json:
-        write(json.dumps(told, indent=2))
+    if asked.against is not None:
+        return _against.run(asked)
+    if asked.framework is not None:
+        asked.parser.error("--framework needs --against PATH")
+    found, frameworks = examine()
+    if asked.json:
+        write(json.dumps(found, indent=2))
     else:
-        show(_text(told, frameworks, verbose=asked.verbose))
-    return 0 if told["ok"] else 1
+        show(_text(found, frameworks, verbose=asked.verbose))
+    return 0 if found["ok"] else 1
 
 
-def examine() -> dict[str, Any]:
-    """Return all results of the doctor, in a form for JSON."""
-    return _look()[0]
-
-
-def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
-    """Return the result of ``examine``, and each framework's status as in ``status()``."""
+def examine() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
+    """Return the doctor's results, in a form for JSON, and each framework's status."""
     standby.stop()  # the doctor's imports must not install the shim in this process
     problems: list[str] = []
     settings, switch = None, "invalid"
@@ -135,8 +127,9 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     frameworks: dict[str, FrameworkStatus] = {}
     for name, entry in offered(_registry.entries(), settings).items():
         Progress.stage = f"reading {name}"
-        frameworks[name], found = _predict(entry, settings)
-        problems += found
+        frameworks[name], refused = _predict(entry, settings)
+        problems += refused
+    problems = list(dict.fromkeys(problems))
     limits = _limits(packages["transformer-engine"], frameworks)
     if settings is not None and settings["optimizer_states"] == "follow-model":
         problems += limits
@@ -146,7 +139,7 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
             "nothing to patch here: none of these frameworks is installed or asked for: "
             f"{', '.join(frameworks)}. {_OTHER_PYTHON}"
         )
-    told: dict[str, Any] = {
+    found: dict[str, Any] = {
         # With PRECISION_SHIM=0 no feature is requested, so no feature can be missing.
         "ok": not problems or switch == "off",
         "precision_shim": {"version": __version__, "path": str(Path(__file__).parents[1])},
@@ -166,19 +159,19 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         "problems": problems,
         "limits": limits,
     }
-    told["verdict"] = _verdict(told, frameworks)
-    return told, frameworks
+    found["verdict"] = _verdict(found, frameworks)
+    return found, frameworks
 
 
-def _verdict(told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]) -> str:
+def _verdict(found: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]) -> str:
     """Return whether the shim is on in this environment, and what to do if it is not."""
     here = [f"{name} {status.version}" for name, status in frameworks.items() if status.version]
-    if not told["settings"]:
+    if not found["settings"]:
         return "OFF in this environment: correct the setting that is not valid"
-    if told["switch"] in ("unset", "off"):
+    if found["switch"] in ("unset", "off"):
         elsewhere = "" if here else f". No framework is installed here. {_OTHER_PYTHON}"
         return f"OFF in this environment: export {PREFIX}=1{elsewhere}"
-    return f"ON: {', '.join(here)}" if told["ok"] else "ON, with the problems above"
+    return f"ON: {', '.join(here)}" if found["ok"] else "ON, with the problems above"
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
@@ -205,15 +198,15 @@ def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
 
 def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
     version = _versions.version_of(name, packages)
-    told: dict[str, Any] = {"version": version}
+    package: dict[str, Any] = {"version": version}
     if version is not None and name == "wrapt":
         init = type(wrapt.FunctionWrapper.__init__)
-        told["c_extension"] = init.__name__ == "wrapper_descriptor"
+        package["c_extension"] = init.__name__ == "wrapper_descriptor"
     if version is not None and name == "transformer-engine":
         Progress.stage = "importing TransformerEngine"
         error = _in_child(_TRANSFORMER_ENGINE)
-        told["import_error"] = "the import did not end" if error is None else error
-    return told
+        package["import_error"] = "the import did not end" if error is None else error
+    return package
 
 
 def _predict(entry: Adapter, settings: Settings | None) -> tuple[FrameworkStatus, list[str]]:
@@ -230,14 +223,14 @@ def _limits(
 ) -> list[str]:
     """Return sentences on features that the installed TransformerEngine makes impossible."""
     version, error = transformer_engine["version"], transformer_engine.get("import_error")
-    limits = []
+    limits: list[str] = []
     for backend in _registry.backends():
-        tell = pkgutil.resolve_name(backend.limits)
-        for name, status in frameworks.items():
-            told = tell(f"{name} {status.version}", status.seams, version, error)
-            if told:
-                limits.append(told)
-    return limits
+        limit_of = pkgutil.resolve_name(backend.limits)
+        limits += [
+            limit_of(f"{name} {status.version}", status.seams, version, error)
+            for name, status in frameworks.items()
+        ]
+    return list(filter(None, limits))
 
 
 def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
@@ -259,15 +252,15 @@ def _flags() -> list[str]:
 
 
 def _text(
-    told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], *, verbose: bool
+    found: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], *, verbose: bool
 ) -> str:
-    start_up = told["start_up"]
-    lines = [f"precision_shim {told['precision_shim']['version']}"]
-    lines += _row("in", told["precision_shim"]["path"])
-    lines += _row("Python", f"{told['python']['version']}, {told['python']['executable']}")
+    start_up = found["start_up"]
+    lines = [f"precision_shim {found['precision_shim']['version']}"]
+    lines += _row("in", found["precision_shim"]["path"])
+    lines += _row("Python", f"{found['python']['version']}, {found['python']['executable']}")
     active = "active" if start_up["active"] else "not active"
     lines += _row("start-up file", f"{active}: {start_up['reason']}".removesuffix(": "))
-    packages = told["packages"]
+    packages = found["packages"]
     here = [
         f"{name} {package['version']}"
         + " (pure Python: slower calls)" * (package.get("c_extension") is False)
@@ -281,28 +274,28 @@ def _text(
         if package.get("import_error"):
             lines += _short(_row(name, f"cannot be imported: {package['import_error']}"), verbose)
 
-    variables = [f"{name}={value}" for name, value in told["variables"].items()]
+    variables = [f"{name}={value}" for name, value in found["variables"].items()]
     lines += ["", *_row("variables", ", ".join(variables) or "none is set")]
-    if verbose and told["settings"]:
-        lines += _row("settings", "strict" if told["strict"] else "not strict")
-        for name, setting in told["settings"].items():
+    if verbose and found["settings"]:
+        lines += _row("settings", "strict" if found["strict"] else "not strict")
+        for name, setting in found["settings"].items():
             lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
-        lines += _row("features", ", ".join(told["features"]) or "none")
+        lines += _row("features", ", ".join(found["features"]) or "none")
 
     for name, status in frameworks.items():
         if status.state not in ("absent", "off"):
-            lines += ["", *_framework_text(name, status, told["features"], verbose=verbose)]
+            lines += ["", *_framework_text(name, status, found["features"], verbose=verbose)]
     lines += _status_text.left_out(frameworks)
 
-    if told["limits"]:
+    if found["limits"]:
         lines += ["", "limits"]
-        for limit in told["limits"]:
+        for limit in found["limits"]:
             lines += fold(limit, 2, 4)
-    none = "no problems, but the limits above" if told["limits"] else "no problems"
-    lines += ["", "problems" if told["problems"] else none]
-    for problem in _problems(told["problems"], frameworks):
+    none = "no problems, but the limits above" if found["limits"] else "no problems"
+    lines += ["", "problems" if found["problems"] else none]
+    for problem in found["problems"]:
         lines += _short(fold(problem, 2, 4), verbose)
-    lines += ["", *fold(told["verdict"], 0, 2)]
+    lines += ["", *fold(found["verdict"], 0, 2)]
     return "\n".join(lines)
 
 
@@ -317,16 +310,6 @@ def _framework_text(
         return fold(headline, 0, 2) + fold(reason, 2, 4)
     lines = _status_text.framework(name, status, features, ahead=True)
     return [*lines, "", *_status_text.seams(status.seams, _SHOWN)]
-
-
-def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
-    """Return the problems; all seams that were refused for the same reason are one problem."""
-    named = {f"{name} {status.version}": status.seams for name, status in frameworks.items()}
-    refused = {inapplicable(name, seam) for name, seams in named.items() for seam in seams}
-    told = [problem for problem in problems if problem not in refused]
-    for name, seams in named.items():
-        told += _status_text.refusals(name, seams)
-    return list(dict.fromkeys(told))
 
 
 def _row(label: str, text: str) -> list[str]:

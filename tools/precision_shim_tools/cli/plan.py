@@ -14,7 +14,6 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from precision_shim._about import __version__
 from precision_shim.adapting import versioned
@@ -28,33 +27,21 @@ from ..plan import plot, text
 from ..plan.command import Job, Options, read_launch_line
 from ..plan.request import Request, Rules, make
 from ..plan.search import render, search
-from . import add_command, build_parser, fail
+from . import build_parser
 from . import run as _run
 from ._output import Progress, show, write
 
-if TYPE_CHECKING:
-    from . import Commands
-
-__all__ = ["register", "run"]
-
-_HELP = "Say what a job's config costs per GPU and whether it is legal, without running it."
-_MORE = (
+HELP = "Say what a job's config costs per GPU and whether it is legal, without running it."
+MORE = (
     "COMMAND is the line that starts the job; it is not run. Exit status 0: legal; 1: something is "
     "illegal; 2: it cannot be read. Example: precision-shim plan --gpu-memory 80 -- python -m "
     "verl.trainer.main_ppo ..."
 )
 
 
-def register(commands: Commands) -> None:
-    """Add ``plan`` to the command line."""
-    parser = add_command(
-        commands,
-        "plan",
-        run,
-        help=_HELP,
-        more=_MORE,
-        usage="precision-shim plan [options] [--] COMMAND ...",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.usage = "precision-shim plan [options] [--] COMMAND ..."
     parser.add_argument(
         "--model", metavar="DIR", help="the directory of config.json, of all its models"
     )
@@ -100,7 +87,7 @@ def _memory(word: str) -> float:
 
 def run(asked: argparse.Namespace) -> int:
     """Plan the job, print the plan, and return the exit status."""
-    words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
+    words = _run.job_of(asked)
     if not words:
         asked.parser.error("COMMAND is missing: which job is to be planned?")
     if asked.search and asked.gpu_memory is None:
@@ -111,15 +98,14 @@ def run(asked: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr):
             job, request, rules = _read(asked, _without_run(words))
         return _show(asked, job, request, rules)
-    except (PrecisionShimError, OSError) as error:
-        return fail(asked, str(error))
-    except Exception:
+    except (PrecisionShimError, OSError):
+        raise
+    except Exception as error:
         traceback.print_exc()
-        return fail(
-            asked,
+        raise PlanError(
             "the plan itself failed, which says nothing of the config. Report this line, the lines "
-            f"above it and the command (precision-shim {__version__}).",
-        )
+            f"above it and the command (precision-shim {__version__})."
+        ) from error
 
 
 def _without_run(words: list[str]) -> list[str]:
@@ -133,17 +119,12 @@ def _without_run(words: list[str]) -> list[str]:
     if front[-1:] == ["-m"]:  # python -m precision_shim run
         front = front[:-2]
     given = build_parser(["run"]).parse_args(options)
-    command = given.job[1:] if given.job[:1] == ["--"] else given.job
+    command = _run.job_of(given)
     named = dict(word.split("=", 1) for word in front if word.startswith(f"{_settings.PREFIX}="))
     if _settings.switch({**os.environ, **named}) == "off":  # off, so ``run`` sets no variables
         return [*front, *command]
-    ours = _run.variables(
-        features=given.features,
-        frameworks=given.frameworks,
-        strict=given.strict,
-        settings=given.settings,
-    )
-    return [*front, *(f"{name}={value}" for name, value in ours.items()), *command]
+    ours = (f"{name}={value}" for name, value in _run.variables(given).items())
+    return [*front, *ours, *command]
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:

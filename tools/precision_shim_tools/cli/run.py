@@ -10,31 +10,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
-from precision_shim.errors import SettingsError
 from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
 from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 
-from . import OPTIONS, add_command, fail, settings_of
+from . import OPTIONS, settings_of
 
-if TYPE_CHECKING:
-    from . import Commands
-
-__all__ = ["register", "run", "variables"]
+HELP = "Run COMMAND with the shim on in it and in all its children."
+MORE = "Example: precision-shim run --strict -- python -m verl.trainer.main_ppo ..."
 
 
-def register(commands: Commands) -> None:
-    """Add ``run`` to the command line."""
-    parser = add_command(
-        commands,
-        "run",
-        run,
-        help="Run COMMAND with the shim on in it and in all its children.",
-        more="Example: precision-shim run --strict -- python -m verl.trainer.main_ppo ...",
-        usage="precision-shim run [options] [--] COMMAND ...",
-    )
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.usage = "precision-shim run [options] [--] COMMAND ..."
     parser.add_argument(
         "--features",
         metavar="LIST",
@@ -62,20 +51,11 @@ def register(commands: Commands) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     """Set the environment variables and execute the command in this process."""
-    command = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
+    command = job_of(asked)
     if not command or not command[0]:
         asked.parser.error("COMMAND is missing: what is to be run?")
-    try:
-        off = _settings.switch() == "off"
-        ours = variables(
-            features=asked.features,
-            frameworks=asked.frameworks,
-            strict=asked.strict,
-            settings=asked.settings,
-        )
-    except SettingsError as error:
-        return fail(asked, str(error))
-    if off:
+    ours = variables(asked)
+    if _settings.switch() == "off":
         # PRECISION_SHIM=0, the operator's kill switch, takes precedence over all options.
         print(
             f"precision-shim run: {PREFIX}={os.environ[PREFIX]} is set: the command runs without "
@@ -93,19 +73,23 @@ def run(asked: argparse.Namespace) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def variables(
-    *, features: str | None, frameworks: str | None, strict: bool, settings: list[str]
-) -> dict[str, str]:
+def job_of(asked: argparse.Namespace) -> list[str]:
+    """Return the words of COMMAND."""
+    words: list[str] = asked.job
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def variables(asked: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that have the same effect as the options.
 
     Raises:
         SettingsError: a name or value is invalid.
     """
     resolved = _settings.resolve(
-        features=features,
-        frameworks=frameworks,
-        strict=strict or None,
-        settings=settings_of(settings),
+        features=asked.features,
+        frameworks=asked.frameworks,
+        strict=asked.strict or None,
+        settings=settings_of(asked.settings),
         known_frameworks=_registry.entries(),
         where=OPTIONS,
     )

@@ -83,6 +83,19 @@ class Job:
             self.refusals.append(error)
             return shapes.of_size("1M")
 
+    def refuse_adapters(self, where: str, key: str, value: object, off: object = 0) -> None:
+        """Refuse a model that has LoRA adapters; the value ``off`` of ``key`` would turn them off.
+
+        ``where`` is framework and version.
+        """
+        if value:
+            said = (
+                f"{where}, {key}={value}: LoRA adapters are not planned: their states are small, "
+                "and the frozen model keeps its parameters alone. Plan the job without them for an "
+                f"upper bound ({key}={off})."
+            )
+            self.refusals.append(PlanError(said))
+
     def in_force(self, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this job."""
         return not self.off and self._predicted.in_force(self.framework, feature, group)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, version_of
+from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.findings import Problem
@@ -24,20 +24,19 @@ from precision_shim_adapters.common.omegaconf_values import plain, tell_unresolv
 from precision_shim_adapters.megatron import PRECISION_AWARE
 from precision_shim_adapters.megatron.policy.bucket import SUMS
 from precision_shim_adapters.megatron.policy.legality import GATHER
+from precision_shim_adapters.nemo_rl import config as reader
 from precision_shim_adapters.nemo_rl import rollout
-from precision_shim_adapters.nemo_rl.training import dtensor, megatron
-from precision_shim_adapters.nemo_rl.training.dtensor import DTYPES, FRAMEWORK
-from precision_shim_adapters.nemo_rl.training.unread import unread
-from precision_shim_adapters.nemo_rl.training.workers import POLICIES, SETUP
+from precision_shim_adapters.nemo_rl.config import DTYPES, FRAMEWORK
+from precision_shim_adapters.nemo_rl.training.workers import POLICIES, SETUP, group_of
 
 from .command import Job
 from .megatron.model import MegatronModel, quantized_in
 from .megatron.sizes import read_sizes
 from .record import Decided
-from .request import Plannable, Request, read_models
-from .rollout import predict_sides
+from .request import Plannable, Request, read_request
+from .rollout import listed, predict_sides
 from .torch_optimizer import ShardedModel, learning_rate, scaling
-from .values import no_adapters, not_built, number_of, said, section_of
+from .values import not_built, number_of, said, section_of
 
 _ROLES = ("policy", "value", "teacher")
 _CHECKS = (
@@ -47,6 +46,7 @@ _CHECKS = (
 """NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WORLD = "cluster.gpus_per_node x cluster.num_nodes"
+_where = partial(versioned, FRAMEWORK)
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
 
@@ -68,21 +68,14 @@ def plan_job(job: Job) -> Request:
     for key in _ROLES[1:]:
         section = _of(config, key)
         if not section.get("model_name"):
-            notes += not_built(key, f"{key}.model_name is not set", dtensor.written(section, key))
+            notes += not_built(key, f"{key}.model_name is not set", reader.written(section, key))
     rest = {key: config[key] for key in config if key not in (*_ROLES, "teachers")}
-    for keys, value in unread(rest, anywhere=True):
+    for keys, value in reader.unread(rest, anywhere=True):
         notes.append(f"{'.'.join(keys)}={value}: NeMo-RL reads no key of this name")
-    models = read_models(job, _models(job, config, world), problems)
-    return Request(
-        FRAMEWORK,
-        version_of(FRAMEWORK, ("nemo_rl",)),
-        world,
-        models,
-        megatron=any(isinstance(model, MegatronModel) for model in models),
-        problems=tuple(problems),
-        notes=(*notes, *tell_unresolved(unresolved)),
-        rollout=bool(_of(config["policy"], "policy.generation")),
-    )
+    notes += tell_unresolved(unresolved)
+    rolls_out = bool(_of(config["policy"], "policy.generation"))
+    readers = _models(job, config, world)
+    return read_request(job, world, readers, problems, notes, rollout=rolls_out)
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
@@ -91,15 +84,10 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         generation = _of(config["policy"], "policy.generation")
         if generation:
             rollout.coerce_names(generation)
-        both = rollout.read_sides(config)
+        sides = rollout.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
-    heads = rollout.read_heads if generation else None
-    return predict_sides(job, _where(), both, rollout.GROUP, heads)
-
-
-def _where() -> str:
-    return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
+    return listed(predict_sides(job, sides, rollout.GROUP)[0]) if sides else ([], [])
 
 
 def _of(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -234,10 +222,11 @@ def _check_names(section: Mapping[str, Any], key: str) -> None:
             )
 
 
-def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+def _flags(
+    optimizer: Mapping[str, Any], precision: str, key: str, subject: str
+) -> Iterator[Problem]:
     """Yield a problem for each optimizer field that NeMo-RL itself refuses."""
-    place, precision = f"{key}.megatron_cfg.optimizer", section["precision"]
-    optimizer, part = section["megatron_cfg"]["optimizer"], "optimizer_offload_fraction"
+    place, part = f"{key}.megatron_cfg.optimizer", "optimizer_offload_fraction"
     if optimizer.get("optimizer_cpu_offload") and optimizer.get(part) != 1.0:
         fault = f"{_where()}: {part}={optimizer.get(part)}: it takes 1.0 with optimizer_cpu_offload"
         remedy = "Write 1.0, or optimizer_cpu_offload: false."
@@ -258,8 +247,8 @@ def _flags(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Probl
 
 
 def _refuse_adapters(job: Job, section: Mapping[str, Any], key: str) -> None:
-    if _of(section, key).get("enabled"):
-        job.refusals.append(no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false"))
+    enabled = "true" if _of(section, key).get("enabled") else ""
+    job.refuse_adapters(_where(), f"{key}.enabled", enabled, "false")
 
 
 def _on_megatron(
@@ -275,10 +264,8 @@ def _on_megatron(
         raise PlanError(
             f"{_where()}, {ddp}: Megatron-FSDP is not planned. Plan the job without it."
         )
-    sections = {"optimizer": _of(cfg, f"{where}.optimizer"), ddp.rpartition(".")[2]: buckets}
-    complete = {**section, "megatron_cfg": {**cfg, **sections}}
-    fp8 = _of(cfg, f"{where}.fp8_cfg")
-    requested = megatron.read_requested(complete, subject, megatron_fsdp=False, trains=trains)
+    fp8, optimizer = _of(cfg, f"{where}.fp8_cfg"), _of(cfg, f"{where}.optimizer")
+    requested = reader.read_requested(section, subject, megatron_fsdp=False, trains=trains)
     return MegatronModel(
         requested,
         job.model(section.get("model_name"), section.get("hf_config_overrides")),
@@ -295,7 +282,7 @@ def _on_megatron(
         layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},
         layers_key=f"{where}.{{}}",
         gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
-        illegal=tuple(_flags(complete, key, subject)) if trains else (),
+        illegal=tuple(_flags(optimizer, section["precision"], key, subject)) if trains else (),
         unscaled="the first fp16 overflow ends the job, by check_for_nan_in_grad",
     )
 
@@ -313,9 +300,9 @@ def _on_dtensor(
         scaled = scaling(
             job,
             precision,
-            dtensor.group_of(subject, second=bool(cfg.get("_v2"))),
-            dtensor.scaled_because(subject),
-            configured=partial(dtensor.read_section, section, subject),
+            group_of(subject, second=bool(cfg.get("_v2"))),
+            reader.scaled_because(subject),
+            configured=partial(reader.read_section, section, subject),
         )
     optimizer = _of(section, f"{key}.optimizer")
     name = str(optimizer.get("name") or "torch.optim.AdamW")
@@ -347,6 +334,6 @@ def _on_dtensor(
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
-        wrote=tuple(dtensor.written(section, key)),
+        wrote=tuple(reader.written(section, key)),
         keys=keys,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.precision.findings import Problem
+from precision_shim.precision.findings import Findings, Problem
 from precision_shim.process import settings as _settings
+from precision_shim.process.versions import version_of
 
 from .record import JobPlan, ModelPlan
 
@@ -52,30 +53,15 @@ class Plannable(Protocol):
     def wrote(self) -> Sequence[Written]:
         """The dtypes that the user wrote for the model."""
 
+    @property
+    def on_megatron(self) -> bool:
+        """Whether Megatron trains the model."""
+
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return variants that need less memory, in the order of their loss of precision."""
-
-
-def read_models(
-    job: Job, readers: Iterable[tuple[str, Callable[[], Plannable]]], problems: list[Problem]
-) -> tuple[Plannable, ...]:
-    """Return the models of a job; a model with a dtype that a worker refuses adds a problem.
-
-    ``readers`` has each model's name, and a function that reads the model's config, and raises the
-    worker's error. A model that cannot be planned is one of the job's ``refusals``.
-    """
-    models = []
-    for subject, read in readers:
-        try:
-            models.append(read())
-        except DtypeError as error:  # noqa: PERF203
-            problems.append(Problem.of(error, subject, error.key))
-        except PlanError as error:
-            job.refusals.append(error)
-    return tuple(models)
 
 
 @dataclass(frozen=True)
@@ -85,7 +71,6 @@ class Request:
     Attributes:
         world_size: number of GPUs that train.
         models: the models that use memory of the GPUs that train.
-        megatron: whether Megatron trains a model of the job.
         problems: illegal config values of the whole job; each model has its own list.
         notes: remarks for the user.
         rollout: whether the job has a rollout.
@@ -95,39 +80,62 @@ class Request:
     version: str | None
     world_size: int
     models: tuple[Plannable, ...]
-    megatron: bool = False
     problems: tuple[Problem, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     rollout: bool = True
+
+    @property
+    def megatron(self) -> bool:
+        """Whether Megatron trains a model of the job."""
+        return any(model.on_megatron for model in self.models)
+
+
+def read_request(
+    job: Job,
+    world: int,
+    readers: Iterable[tuple[str, Callable[[], Plannable]]],
+    problems: Iterable[Problem],
+    notes: Iterable[str],
+    *,
+    rollout: bool = True,
+) -> Request:
+    """Read the models of a job; a model with a dtype that a worker refuses adds a problem.
+
+    ``readers`` has each model's name, and a function that reads the model's config, and raises the
+    worker's error. A model that cannot be planned is one of the job's ``refusals``. For the other
+    arguments see ``Request``.
+    """
+    models, problems = [], list(problems)
+    for subject, read in readers:
+        try:
+            models.append(read())
+        except DtypeError as error:  # noqa: PERF203
+            problems.append(Problem.of(error, subject, error.key))
+        except PlanError as error:
+            job.refusals.append(error)
+    version = version_of(job.framework, (job.framework.replace("-", "_"),))
+    return Request(
+        job.framework, version, world, tuple(models), tuple(problems), tuple(notes), rollout
+    )
 
 
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
 
 
-def _without_effect(
-    wrote: Sequence[Written], model: ModelPlan, where: str
-) -> tuple[list[Problem], list[str]]:
-    """Find the dtypes that the user wrote and that the planned model does not have.
-
-    A key that nothing reads, and that says what is in force, is a note.
-    """
+def _without_effect(wrote: Sequence[Written], model: ModelPlan, where: str) -> Findings:
+    """Find the dtypes that the user wrote and that the planned model does not have."""
     # It imports torch, and --help must not wait for that.
-    from precision_shim.precision.effect import CODE, COMPUTES, REDUCES, without_effect
+    from precision_shim.precision.effect import COMPUTES, REDUCES, without_effect
 
     held: dict[str, Sequence[str]] = {COMPUTES: (model.computes,), REDUCES: (model.reduces,)}
     for part in (part for stage in model.after for part in stage.parts):
         for name, component in part.components.items():
             held[name] = (*held.get(name, ()), *component.dtypes)
     held = {name: dtypes for name, dtypes in held.items() if any(dtypes)}
-    faults = without_effect(wrote, held)
-    unread = (one for one in wrote if not one.read and one.dtype in one.in_force(held))
-    return [
-        Problem(CODE, model.subject, one.written.key, f"{where}: {one.message}", one.remedy)
-        for one in faults
-    ], [f"{one}: nothing reads this key; {one.dtype} is in force without it" for one in unread]
+    return without_effect(wrote, held, model.subject, where)
 
 
-def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list[str]:
+def _idle_settings(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list[str]:
     """Return notes on the shim's settings that nothing in the job reads."""
     acting = {decision.feature for model in models for decision in model.decisions}
     if rollout:
@@ -135,7 +143,7 @@ def _settings_without_effect(job: Job, rollout: bool, models: Iterable[ModelPlan
     return [
         f"{row.variable}={job.settings[row.name]} has no effect on this job, in which "
         f"{row.feature} has nothing to do"
-        for row in _settings.without_effect(job.settings, acting)
+        for row in _settings.idle(job.settings, acting)
     ]
 
 
@@ -159,9 +167,9 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             where = f"{request.framework} {request.version or ''}".strip()
             if job.in_force("audit", ""):  # which says it in the worker
                 told = {fault.key for fault in faults}
-                idle, harmless = _without_effect(plannable.wrote, model, where)
-                problems += (one for one in idle if one.key not in told)
-                models[-1] = replace(model, notes=(*model.notes, *harmless))
+                found = _without_effect(plannable.wrote, model, where)
+                problems += (one for one in found.problems if one.key not in told)
+                models[-1] = replace(model, notes=(*model.notes, *found.notes))
     # The rollout's check and the model's reader refuse the same value of the same key.
     problems = list({(one.key, one.message): one for one in problems}.values())
     if job.refusals:
@@ -169,7 +177,7 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
         raise PlanError("\n".join([*dict.fromkeys(map(str, job.refusals)), *illegal]))
     notes = [*request.notes, NOT_COUNTED]
     if len(models) == len(request.models) and not job.off:
-        notes[-1:-1] = _settings_without_effect(job, request.rollout, models)
+        notes[-1:-1] = _idle_settings(job, request.rollout, models)
     if request.megatron and rules.transformer_engine is None:
         notes.insert(
             -1,

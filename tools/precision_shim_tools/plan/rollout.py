@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from precision_shim.precision.findings import Problem
-from precision_shim_adapters.agreement.lm_head import Read, problems_of_heads
-from precision_shim_adapters.agreement.report import FEATURE, JobEngines, problems_of
+from dataclasses import replace
+from typing import Any
+
+from precision_shim.precision.findings import Findings, Problem
+from precision_shim_adapters.agreement.report import FEATURE, Sides
 
 from .command import Job
 
 
-def predict_sides(
-    job: Job, where: str, both: JobEngines | None, group: str, heads: Read | None
-) -> tuple[list[Problem], list[str]]:
-    """Predict the driver's report on the dtypes of trainer and other engines, and on LM heads.
+def predict_sides(job: Job, sides: Sides, group: str) -> tuple[Findings, dict[str, Any]]:
+    """Predict what ``report_sides`` reports, and the keys that it writes.
 
-    ``where`` is framework and version, and ``group`` that of the driver's seams. ``both`` is
-    ``None`` if dtypes are not compared; ``heads`` is ``None`` for a job without a rollout.
+    ``group`` is that of the driver's seams. If they are not in force, the shim writes no key, and
+    changes no LM head.
     """
     on = job.in_force(FEATURE, group)
-    problems: list[Problem] = []
-    notes: list[str] = []
-    if heads is not None:
-        problems, notes = problems_of_heads(where, heads, job.settings, on=on)
-    if both is None or both.trainer is None:
-        return problems, notes
-    found, told = problems_of(where, both.trainer, both.others, job.settings, on=on)
-    return [*found, *problems], [*told, *notes]
+    sides = sides if on else replace(sides, heads=())
+    return sides.judge(job.settings, may_write=on, here=False)
+
+
+def listed(findings: Findings) -> tuple[list[Problem], list[str]]:
+    """The plan's problems, and its notes on the decisions."""
+    decided = findings.decisions
+    notes = [f"{one.subject}: {one.feature}: {one.chosen} ({one.because})" for one in decided]
+    return list(findings.problems), notes

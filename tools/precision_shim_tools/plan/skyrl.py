@@ -1,6 +1,6 @@
 """Plan SkyRL's jobs from their command line, with SkyRL's own config loader.
 
-The loader needs no torch. Plan and worker read optimizer settings with ``megatron.of_config``.
+The loader needs no torch. Plan and worker read the config with one reader, ``skyrl.config``.
 """
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import version_of
+from precision_shim.adapting import versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.effect import values_of
 from precision_shim.precision.findings import Problem
-from precision_shim_adapters.agreement.model_files import checkpoint_dtype
-from precision_shim_adapters.agreement.names import engine_name
 from precision_shim_adapters.agreement.report import FEATURE as AGREEMENT
-from precision_shim_adapters.agreement.report import follows
-from precision_shim_adapters.agreement.weight_sync import wire_problems
-from precision_shim_adapters.megatron import DISPATCH
 from precision_shim_adapters.megatron.policy.legality import GATHERS
-from precision_shim_adapters.skyrl.config import INFERENCE, ROLLOUT, note_command_line
-from precision_shim_adapters.skyrl.rollout import dtypes, lm_head
-from precision_shim_adapters.skyrl.training import dtype_keys, fsdp, megatron
+from precision_shim_adapters.skyrl import config as reader
+from precision_shim_adapters.skyrl.rollout import driver, dtypes
+from precision_shim_adapters.skyrl.training import fsdp, megatron
+from precision_shim_adapters.skyrl.written import ROLLOUT, note_command_line
 from precision_shim_adapters.torch_fp16 import FEATURE
 
 from .command import Job, find_imported
 from .megatron.model import MegatronModel, quantized_in
 from .megatron.sizes import read_sizes
 from .record import Decided
-from .request import Plannable, Request, read_models
-from .rollout import predict_sides
+from .request import Plannable, Request, read_request
+from .rollout import listed, predict_sides
 from .shapes import Model
 from .torch_optimizer import UNSCALED, ShardedModel, scaling
-from .values import no_adapters, no_section, not_built, number, said
+from .values import no_section, not_built, number, said
 
 _NO_TRAINER = ("main_generate", "serve")
 """Suffixes in the names of SkyRL's entry points that train no model."""
+
+_where = partial(versioned, "skyrl")
 
 
 def plan_job(job: Job) -> Request:
@@ -60,51 +60,27 @@ def plan_job(job: Job) -> Request:
     if unread:
         notes.append(f"not read, as SkyRL has no such keys: {', '.join(unread)} (of {job.target})")
     for role, because in _absent(trainer).items():
-        notes += not_built(role, because, dtype_keys.not_read_by_megatron(trainer, role))
-    models = read_models(job, _models(job, trainer, world), problems)
-    return Request(
-        "skyrl",
-        version_of("skyrl", ("skyrl",)),
-        world,
-        models,
-        megatron=any(isinstance(model, MegatronModel) for model in models),
-        problems=tuple(problems),
-        notes=tuple(notes),
-        rollout=not _tunes(job),
-    )
+        notes += not_built(role, because, reader.not_read_by_megatron(trainer, role))
+    models = _models(job, trainer, world)
+    return read_request(job, world, models, problems, notes, rollout=not _tunes(job))
 
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the driver's report on the dtypes of policy, reference model and engines."""
     directory = job.options.model or ""
     try:
-        engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, _where(), also=())
-        both = dtypes.sides_of(config, job.in_force, directory)
+        sides = driver.read_sides(config, job.in_force, directory)
     except DtypeError as error:
         # The plan already reports a wrong dtype name in a model's own section.
-        own = error.key.startswith(INFERENCE)
+        own = error.key.startswith(reader.INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
-    heads = partial(lm_head.read_heads, config, job.in_force)
-    problems, notes = predict_sides(job, _where(), both, ROLLOUT, heads)
-    trainer = both.trainer
-    if trainer is None:
-        unknown = "rollout: {}: {} ({})".format(AGREEMENT, *dtypes.not_compared(config))
-        return problems, [unknown, *notes]
-    if trainer.because:
-        notes.insert(0, f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})")
-    if job.in_force(AGREEMENT, ROLLOUT):
-        for other in both.others:
-            name = follows(trainer, other, job.settings["rollout"])
-            if name:
-                dtypes.write(config, other.key, name)
-        for chosen, because in dtypes.send_in_engines_dtype(config):
-            notes.append(f"rollout: {AGREEMENT}: {chosen} ({because})")
-    lost, rounded = wire_problems(_where(), dtypes.wires_of(config))
-    return [*problems, *lost], [*notes, *rounded]
-
-
-def _where() -> str:
-    return f"skyrl {version_of('skyrl', ('skyrl',))}"
+    findings, writes = predict_sides(job, sides, ROLLOUT)
+    for key, value in writes.items():
+        dtypes.write(config, key, value)
+    if sides.trainer is not None:
+        on = job.in_force(AGREEMENT, ROLLOUT)
+        findings += dtypes.judge_syncs(config, may_write=on)
+    return listed(findings)
 
 
 def load(job: Job) -> tuple[Any, list[str]]:
@@ -149,30 +125,22 @@ def _near(words: list[str]) -> str:
     from skyrl.train.config import SkyRLTrainConfig
 
     defaults = SkyRLTrainConfig()
-    known = list(_keys(defaults))
+    known = [key for key, value in values_of(defaults) if not is_dataclass(value)]
+    known += [
+        f"{key}.{one}" for key in known if key.endswith(".mixed_precision") for one in reader.MIXED
+    ]
     keys = dict(word.partition("=")[::2] for word in words)
     strategy = keys.get("trainer.strategy", defaults.trainer.strategy)
     for key in (key for key in keys if not _has(defaults, key)):
         last = key.rpartition(".")[2]
         if key == "trainer.fp16":  # the flag that would be beside trainer.bf16
-            both = f"{dtype_keys.in_fp16(strategy)} and {dtypes.KEY}=float16"
+            both = f"{reader.in_fp16(strategy)} and {reader.KEY}=float16"
             return f"Did you mean {both}? "
         elsewhere = [one for one in known if one.rpartition(".")[2] == last]
         near = get_close_matches(key, elsewhere, 1, 0.7) or get_close_matches(key, known, 1, 0.9)
         if near:
             return f"Did you mean {near[0]}? "
     return ""
-
-
-def _keys(section: Any, place: str = "") -> Iterator[str]:
-    """Yield all keys of SkyRL's config."""
-    for name, value in vars(section).items():
-        if is_dataclass(value):
-            yield from _keys(value, f"{place}{name}.")
-        else:
-            yield place + name
-        if name == "mixed_precision":
-            yield from (f"{place}{name}.{key}" for key in dtype_keys.MIXED)
 
 
 def _has(section: Any, key: str) -> bool:
@@ -211,9 +179,8 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
     for role in (role for role in ("policy", "ref", "critic") if role not in absent):
         section = getattr(trainer, role)
         rank = getattr(getattr(section.model, "lora", None), "rank", 0)
-        if role != "ref" and rank:
-            key = f"trainer.{role}.model.lora.rank"
-            job.refusals.append(no_adapters(f"{_where()}, {key}={rank}", f"{key}=0"))
+        if role != "ref":
+            job.refuse_adapters(_where(), f"trainer.{role}.model.lora.rank", rank)
         path = section.model.path or trainer.policy.model.path
         model = job.model(path)
         shares = role == "policy" or trainer.placement.colocate_all
@@ -225,7 +192,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
 def _absent(trainer: Any) -> dict[str, str]:
     """Map each model that the job does not build to the reason."""
     found = {}
-    if not dtype_keys.has_reference(trainer):
+    if not reader.has_reference(trainer):
         found["ref"] = "trainer.algorithm has neither use_kl_loss nor use_kl_in_reward"
     if not trainer.critic.model.path:
         found["critic"] = "trainer.critic.model.path is null"
@@ -233,64 +200,56 @@ def _absent(trainer: Any) -> dict[str, str]:
 
 
 def _count(place: Any, role: str) -> int:
-    counts = [
-        number(getattr(place, name, 1), f"trainer.placement.{name}", _where())
-        for name in (f"{role}_num_nodes", f"{role}_num_gpus_per_node")
-    ]
-    return counts[0] * counts[1]
+    names = (f"{role}_num_nodes", f"{role}_num_gpus_per_node")
+    keys = {name: f"trainer.placement.{name}" for name in names}
+    return prod(number(getattr(place, name, 1), key, _where()) for name, key in keys.items())
 
 
 def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
-    section, key = getattr(trainer, role), f"trainer.{role}.megatron_config"
-    config = section.megatron_config
+    config, key = getattr(trainer, role).megatron_config, f"trainer.{role}.megatron_config"
     heads = getattr(config, "mtp_num_layers", None)
     if heads is None:
         heads = model.number("num_nextn_predict_layers")
     # SkyRL builds a reference model with the policy's DDP config.
     ddp_config = trainer.policy.megatron_config.ddp_config
     requested = replace(
-        megatron.of_config(trainer, "policy", ddp_config, heads=heads),
+        reader.read_requested(trainer, "policy", ddp_config, heads=heads),
         subject=role,
         trains=role == "policy",
     )
     illegal, notes = _flags(job, trainer, role)
-    layers = config.transformer_config_kwargs or {}
-    predicted = dtypes.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
+    layers = reader.layers_of(trainer, role)
+    predicted = reader.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
     return MegatronModel(
         requested,
         model,
         read_sizes(
-            world,
-            f"trainer.placement.{role}_num_gpus_per_node",
-            key,
-            vars(config),
-            "transformer_config_kwargs",
+            world, f"trainer.placement.{role}_num_gpus_per_node", key, vars(config), reader.LAYERS
         ),
         predicted or requested.declared or torch.bfloat16,
-        bucket_in_fp32=bool(getattr(config.ddp_config, "grad_reduce_in_fp32", False)),
+        bucket_in_fp32=bool(getattr(config.ddp_config, reader.BUCKET, False)),
         frozen_routers=bool(getattr(config, "freeze_moe_router", False)),
-        key=f"{key}.optimizer_config_kwargs.{{}}",
-        bucket_key=f"{key}.ddp_config.grad_reduce_in_fp32",
+        key=f"{key}.{reader.KWARGS}.{{}}",
+        bucket_key=f"{key}.ddp_config.{reader.BUCKET}",
         takes_name=megatron.takes_name if megatron.coerces_itself() else None,
-        illegal=tuple(illegal),
+        illegal=illegal,
         unscaled=UNSCALED,
-        notes=tuple(notes),
+        notes=notes,
         quantized=quantized_in(layers),
         layers=layers,
-        layers_key=f"{key}.transformer_config_kwargs.{{}}",
+        layers_key=f"{key}.{reader.LAYERS}.{{}}",
         gathers=any(getattr(ddp_config, name, False) for name in GATHERS),
-        unread=() if requested.trains else tuple(dtype_keys.not_read_by_megatron(trainer, role)),
+        unread=() if requested.trains else tuple(reader.not_read_by_megatron(trainer, role)),
     )
 
 
-def _flags(job: Job, trainer: Any, role: str) -> tuple[list[Problem], list[str]]:
+def _flags(job: Job, trainer: Any, role: str) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
     """Check that Megatron is not told fp16 and bf16 at once."""
-    section = getattr(trainer, role)
-    place = f"trainer.{role}.megatron_config.transformer_config_kwargs"
-    written = section.megatron_config.transformer_config_kwargs or {}
-    checkpoint = checkpoint_dtype(job.options.model or str(section.model.path or ""))
-    obeyed = job.in_force(DISPATCH, "megatron")
-    provider = megatron.predicted_provider(trainer, role, checkpoint, obeyed=obeyed)
+    place, written = (
+        f"trainer.{role}.megatron_config.{reader.LAYERS}",
+        reader.layers_of(trainer, role),
+    )
+    provider = reader.predict_provider(trainer, role, job.in_force, job.options.model or "")
     if provider.fp16 and (provider.bf16 or trainer.bf16):
         key = f"{place}.fp16" if "fp16" in written or not provider.bf16 else f"{place}.bf16"
         fault = (
@@ -300,14 +259,14 @@ def _flags(job: Job, trainer: Any, role: str) -> tuple[list[Problem], list[str]]
         )
         other = "" if "bf16" in written else f" and {place}.bf16=false"
         remedy = f"Leave {key} out, or write trainer.bf16=false{other}."
-        return [Problem("flags", role, key, fault, remedy)], []
-    if written.get("fp16") and "bf16" not in written and not checkpoint:
+        return (Problem("flags", role, key, fault, remedy),), ()
+    if written.get("fp16") and "bf16" not in written and not provider.checkpoint:
         note = (
             f"{place}.fp16: Megatron refuses it beside a bf16 checkpoint, and the checkpoint is "
             f"not on this machine; {place}.bf16=false allows it"
         )
-        return [], [note]
-    return [], []
+        return (), (note,)
+    return (), ()
 
 
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
@@ -315,12 +274,12 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     config, key = section.fsdp_config, f"trainer.{role}"
     shards = number(config.fsdp_size, f"{key}.fsdp_config.fsdp_size", _where())
     sequence = getattr(section, "sequence_parallel_size", 1)
-    mixed = dtype_keys.mixed_dtypes(config, f"{key}.fsdp_config")
+    mixed = reader.mixed_dtypes(config, f"{key}.fsdp_config")
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
-    scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
+    scaled = scaling(job, compute, reader.FSDP, fsdp.scaled_because(role)) if trains else ()
     low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
-    unscaled = fsdp.find_unscaled(config, f"{key}.fsdp_config") if trains else ""
+    unscaled = reader.find_unscaled(config, f"{key}.fsdp_config") if trains else ""
     return ShardedModel(
         role,
         model,
@@ -334,7 +293,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
-        wrote=tuple(dtype_keys.of_fsdp(trainer, role)),
+        wrote=tuple(reader.of_fsdp(trainer, role)),
         notes=tuple(filter(None, [unscaled])),
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",

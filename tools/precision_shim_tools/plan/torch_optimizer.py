@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -88,6 +88,7 @@ class ShardedModel:
     illegal: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     ends: str = ""
+    on_megatron: ClassVar[bool] = False
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``.

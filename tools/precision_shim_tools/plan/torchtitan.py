@@ -15,22 +15,20 @@ from contextlib import nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from precision_shim.adapting import version_of
+from precision_shim.adapting import versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.findings import Problem
-from precision_shim_adapters.agreement.report import FEATURE, JobEngines
+from precision_shim_adapters.agreement.report import FEATURE
+from precision_shim_adapters.torchtitan import config as reader
 from precision_shim_adapters.torchtitan.config import FEATURE as COERCION
-from precision_shim_adapters.torchtitan.config import any_name, coerce_config, written
-from precision_shim_adapters.torchtitan.rollout import dtypes, lm_head
-from precision_shim_adapters.torchtitan.training.loss_scaling import BECAUSE, find_unscaled
+from precision_shim_adapters.torchtitan.rollout import dtypes
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
 
 from .command import Job
-from .request import Request
-from .rollout import predict_sides
+from .request import Request, read_request
+from .rollout import listed, predict_sides
 from .shapes import Model, Weight
 from .torch_optimizer import ShardedModel, is_adam, learning_rate, scaling
 from .values import one_line
@@ -45,6 +43,7 @@ _KEYS = {
     "optimizer": "optimizer",
     "dtype": "training.dtype=float32",
 }
+_where = partial(versioned, "torchtitan")
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 
@@ -58,49 +57,40 @@ def plan_job(job: Job) -> Request:
     config = load(job)
     trainer = getattr(config, "trainer", config)  # in RL the config contains the trainer's config
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
-    group = PRETRAINING if trainer is config else RL
-    parallel, training = trainer.parallelism, trainer.training
-    world, shards = _world(job, prefix, parallel)
+    world, shards = _world(job, prefix, trainer.parallelism)
     wrong = list(_dtypes(job, subject, config))
-    notes = [find_unscaled(training, f"{prefix}training")]
+    notes = [reader.find_unscaled(trainer.training, f"{prefix}training")]
     if trainer is not config and not wrong:
         wrong, told = _both_sides(job, config)
         notes += told
-    models = []
+    readers = []
     if not any(problem.code == "dtype" for problem in wrong):
-        model, compute = _model(job, config), _name(training.mixed_precision_param)
-        _check_model(prefix, parallel, config, model, world)
-        asked = ShardedModel(
-            subject,
-            model,
-            world,
-            _name(training.dtype),
-            shards=shards,
-            tensor=parallel.tensor_parallel_degree,
-            compute=compute,
-            reduce=_name(training.mixed_precision_reduce),
-            **_optimizer(trainer.optimizer),
-            lr=_least_lr(trainer.optimizer),
-            decisions=scaling(job, compute, group, BECAUSE),
-            offload=bool(training.enable_cpu_offload),
-            wrote=written(training, prefix),
-            keys={name: prefix + key for name, key in _KEYS.items()},
-            ends=_ends(job),
-        )
-        models.append(asked)
-    return Request(
-        "torchtitan",
-        version_of("torchtitan", ("torchtitan",)),
+        readers.append((subject, partial(_model_of, job, config, prefix, world, shards)))
+    rolls_out = trainer is not config
+    return read_request(job, world, readers, wrong, filter(None, notes), rollout=rolls_out)
+
+
+def _model_of(job: Job, config: Any, prefix: str, world: int, shards: int) -> ShardedModel:
+    trainer = getattr(config, "trainer", config)
+    parallel, training, model = trainer.parallelism, trainer.training, _model(job, config)
+    compute, group = _name(training.mixed_precision_param), RL if prefix else PRETRAINING
+    _check_model(prefix, parallel, config, model, world)
+    return ShardedModel(
+        "policy" if prefix else "model",
+        model,
         world,
-        tuple(models),
-        problems=tuple(wrong),
-        notes=tuple(filter(None, notes)),
-        rollout=trainer is not config,
+        _name(training.dtype),
+        shards=shards,
+        tensor=parallel.tensor_parallel_degree,
+        compute=compute,
+        reduce=_name(training.mixed_precision_reduce),
+        **_optimizer(trainer.optimizer),
+        decisions=scaling(job, compute, group, reader.BECAUSE),
+        offload=bool(training.enable_cpu_offload),
+        wrote=reader.written(training, prefix),
+        keys={name: prefix + key for name, key in _KEYS.items()},
+        ends=_ends(job),
     )
-
-
-def _where() -> str:
-    return f"torchtitan {version_of('torchtitan', ('torchtitan',))}"
 
 
 def _ends(job: Job) -> str:
@@ -123,35 +113,40 @@ def load(job: Job, *, own: bool = False) -> Any:
     Raises:
         PlanError: torchtitan cannot load the config.
     """
-    said, missed = io.StringIO(), list[ImportError]()
-
-    def import_module(name: str) -> Any:
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            if not f"{name}.".startswith(f"{error.name}."):  # ``name`` imports what is missing
-                missed.append(error)
-            raise
-
     # Accept every spelling of a dtype, as names.parse_args does in the job.
-    spellings = any_name if job.in_force(COERCION, NAMES) and not own else nullcontext
+    any_name = job.in_force(COERCION, NAMES) and not own
+    said, words = io.StringIO(), sys.argv
     try:
-        from torchtitan.config import ConfigManager, manager
+        sys.argv = [job.target]  # tyro's messages name it
+        from torchtitan.config import ConfigManager
 
-        # torchtitan tries several modules, and does not say why it cannot import one.
-        tries = mock.patch.object(manager, "importlib", mock.Mock(import_module=import_module))
-        program = mock.patch.object(sys, "argv", [job.target])  # tyro's messages name it
-        with redirect_stderr(said), spellings(), tries, program:
+        with redirect_stderr(said), reader.any_name() if any_name else nullcontext():
             return ConfigManager().parse_args(list(job.arguments))
     except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong argument
         ended = isinstance(error, SystemExit)
-        cause = missed[0] if missed and not ended else error
+        cause = _cause(error) if isinstance(error, ImportError) else error
         framed = said.getvalue().partition("╭")[2] or said.getvalue()  # without earlier warnings
         text = one_line(_FRAME.sub(" ", framed if ended else str(cause)))
         raise PlanError(
             f"{_where()}, {' '.join(job.arguments)}: {type(cause).__name__}: {text}. Correct "
             "the arguments."
         ) from cause
+    finally:
+        sys.argv = words
+
+
+def _cause(error: ImportError) -> ImportError:
+    """Why torchtitan cannot import a job's configs: it says only which modules it tried."""
+    tried, _, places = str(error).partition(" from ")
+    name = "".join(re.findall(r"module '([\w.]+)'", tried))
+    paths = [f"{place}.{name}.config_registry" for place in re.findall(r"torchtitan[\w.]+", places)]
+    for path in (paths or [f"{name}.config_registry", name]) if name else ():
+        try:
+            importlib.import_module(path)
+        except ImportError as one:  # noqa: PERF203
+            if not f"{path}.".startswith(f"{one.name}."):  # the module imports what is missing
+                return one
+    return error
 
 
 def _dtypes(job: Job, subject: str, config: Any) -> Iterator[Problem]:
@@ -159,7 +154,7 @@ def _dtypes(job: Job, subject: str, config: Any) -> Iterator[Problem]:
     if not job.in_force(COERCION, NAMES):
         return
     try:
-        coerce_config(config)
+        reader.coerce_config(config)
     except DtypeError as error:
         yield Problem.of(error, subject, error.key)
 
@@ -168,15 +163,12 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Predict the controller's report on the dtypes of trainer and generator."""
     if job.in_force(FEATURE, ROLLOUT):
         try:
-            dtypes.generator_dtype_name(config.generator.model_dtype)
+            reader.generator_dtype_name(config.generator.model_dtype)
             dtypes.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
-    engines = dtypes.engines(config.trainer.training, config.generator.model_dtype)
-    both = JobEngines(engines[0], engines[1:]) if engines else None
-    # Trainer and generators have one LM head.
-    heads = partial(lm_head.read_heads, config) if job.settings["head"] == "fp32" else None
-    return predict_sides(job, _where(), both, ROLLOUT, heads)
+    sides = dtypes.read_job(config, job.settings)
+    return listed(predict_sides(job, sides, ROLLOUT)[0])
 
 
 def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:
@@ -229,18 +221,19 @@ def _name(value: object) -> str:
 
 
 def _optimizer(config: Any) -> dict[str, Any]:
-    """The first optimizer whose states are not known, or else the first; and the moments' dtype."""
+    """The first optimizer whose states are not known, or else the first; and the least lr."""
     groups = getattr(config, "param_groups", None) or ()
     found = [(group.optimizer_name, group.optimizer_kwargs) for group in groups]
     found = found or [(str(getattr(config, "name", "AdamW")), {})]
     name, options = next((each for each in found if not is_adam(*each)), found[0])
     low = getattr(config, "implementation", "") == "fused_opt_states_bf16"
-    return {"optimizer": name, "options": options, "moments": "bf16" if low else ""}
-
-
-def _least_lr(config: Any) -> float:
-    groups = getattr(config, "param_groups", None) or ()
-    return min((learning_rate(group.optimizer_kwargs) for group in groups), default=0.0)
+    rates = [learning_rate(own) for _, own in found]
+    return {
+        "optimizer": name,
+        "options": options,
+        "moments": "bf16" if low else "",
+        "lr": min(rates),
+    }
 
 
 def _model(job: Job, config: Any) -> Model:

@@ -82,12 +82,3 @@ def not_built(subject: str, because: str, wrote: Iterable[object]) -> list[str]:
     """Return a note on the dtypes (``Written``) of a model that the job does not build, if any."""
     keys = ", ".join(dict.fromkeys(map(str, wrote)))
     return [f"{subject}: not built, as {because}; without effect: {keys}"] if keys else []
-
-
-def no_adapters(where: str, without: str) -> PlanError:
-    """Return the error for a model with LoRA adapters, which the keys ``without`` turn off."""
-    return PlanError(
-        f"{where}: LoRA adapters are not planned: their states are small, and the frozen model "
-        "keeps its parameters alone. Plan the job without them for an upper bound "
-        f"({without})."
-    )

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     ".fused_adam": ("FusedAdam", "FusedSGD", "fused_adam_for", "join_master", "split_master"),
-    ".measure": ("MeasuredBytes", "Part", "measure_bytes"),
+    ".measure": ("MeasuredBytes", "measure_bytes"),
     ".megatron_cpu": ("cuda_means_cpu", "megatron_on_cpu", "model_parallel", "tiny_gpt"),
     ".transformer_engine": ("StandIn", "real_transformer_engine", "stand_in_transformer_engine"),
 }

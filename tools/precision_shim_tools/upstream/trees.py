@@ -6,9 +6,9 @@ then the installed packages.
 
 from __future__ import annotations
 
-import re
 import zipfile
 from collections.abc import Iterator
+from email.parser import BytesHeaderParser
 from importlib.util import decode_source
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,10 +96,8 @@ def _distributions(top: Root) -> Iterator[tuple[str, str]]:
         for kind, name in ((".dist-info", "METADATA"), (".egg-info", "PKG-INFO")):
             file = folder / name
             if folder.name.endswith(kind) and file.is_file():
-                text = file.read_bytes().decode("utf-8", "replace")
-                text = text.replace("\r\n", "\n").partition("\n\n")[0]
-                head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
-                if len(head) == 2:
+                head = BytesHeaderParser().parsebytes(file.read_bytes())
+                if head["Name"] and head["Version"]:
                     yield normal(head["Name"]), head["Version"]
 
 

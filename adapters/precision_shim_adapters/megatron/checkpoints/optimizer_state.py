@@ -28,8 +28,7 @@ import torch
 
 from precision_shim.adapting import Call, at_uninstall, current_settings, seam, version_of, warn
 from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
-from precision_shim.files.metadata import NAME as METADATA
-from precision_shim.files.metadata import read_metadata
+from precision_shim.files.metadata import METADATA, read_metadata
 from precision_shim.precision.continuing import how_read
 from precision_shim.precision.dtypes import name_of, parse_dtype
 

@@ -1,20 +1,24 @@
-"""The dtypes that each OptimizerConfig field may have with the installed TransformerEngine.
+"""What Megatron's configs may contain: dtypes, numbers and booleans, and which of them together.
 
-The rules come from ``FusedAdam.__init__`` in each release, and from the choices of Megatron-LM's
-``--main-grads-dtype``. A test compares them with the real FusedAdam's constructor.
+The rules on dtypes come from ``FusedAdam.__init__`` in each release of TransformerEngine, and from
+the choices of Megatron-LM's ``--main-grads-dtype``. A test compares them with the real FusedAdam's
+constructor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 
-from precision_shim.errors import DtypeError
+from precision_shim.errors import DtypeError, SettingsError
 from precision_shim.precision import releases
 from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.findings import Findings, Problem
+from precision_shim.precision.model import TrainableDtypes
 
 release = releases.release
 
@@ -101,7 +105,7 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
         )
 
 
-_AWARE = "use_precision_aware_optimizer"
+_AWARE, _OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
 
 
 def steps_parameters(config: Mapping[str, Any]) -> bool:
@@ -111,33 +115,13 @@ def steps_parameters(config: Mapping[str, Any]) -> bool:
     """
     low = config.get("main_params_dtype") not in (None, FP32)
     recipe = low or config.get("fp8_recipe") in (None, "delayed")
-    return bool(config.get(_AWARE) and (recipe or config.get("optimizer_cpu_offload")))
+    return bool(config.get(_AWARE) and (recipe or config.get(_OFFLOAD)))
 
+
+# -- fields that exclude each other ----------------------------------------------------------------
 
 GATHERS = (GATHER := "fp8_param_gather", "fp4_param_gather")
 """The fields of Megatron's DDP config that write masters back into quantized parameters."""
-
-
-def quantized_fault(
-    config: Mapping[str, Any], *, written_back: bool
-) -> tuple[str, str, str] | None:
-    """Return field, problem and remedy if the distributed optimizer cannot train fp8 parameters.
-
-    ``written_back``: whether Megatron writes masters outside FusedAdam back into such parameters.
-    """
-    if not steps_parameters(config):
-        if written_back:
-            return None
-        problem = f"without {GATHER}, Megatron never writes masters back into fp8 parameters"
-        return GATHER, problem, f"Write {GATHER}: true, or leave fp8_param out."
-    if config.get("fp8_recipe") != "delayed":
-        problem = "Megatron makes no masters for fp8 or fp4 parameters with it"
-        return _AWARE, problem, f"Write {_AWARE}: false."
-    if config.get("store_param_remainders", True):
-        problem = "FusedAdam takes no remainders as masters of fp8 parameters"
-        return "store_param_remainders", problem, "Write store_param_remainders: false."
-    return None
-
 
 NEED_PRECISION_AWARE = (
     "main_grads_dtype",
@@ -148,16 +132,142 @@ NEED_PRECISION_AWARE = (
 """Fields for which Megatron accepts only fp32 if the optimizer is not precision-aware."""
 
 
-def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return field, problem and remedy for each field that needs a precision-aware config."""
-    if config.get(_AWARE):
-        return []
-    return [
-        (
-            field,
-            f"{name_of(config[field])} without {_AWARE}: Megatron takes fp32 only",
-            f"Write {_AWARE}: true, or leave {field} out.",
+_Fault = tuple[str, str, str, str]
+"""Code, field, message and remedy of a problem."""
+
+
+def need_precision_aware(config: Mapping[str, Any]) -> Findings:
+    """Find the fields that only a precision-aware optimizer has; a problem's key is the field."""
+    dtypes = {} if config.get(_AWARE) else {name: config.get(name) for name in NEED_PRECISION_AWARE}
+    return Findings(
+        problems=tuple(
+            Problem(
+                "dtype",
+                "",
+                name,
+                f"{name_of(dtype)} without {_AWARE}: Megatron takes fp32 only",
+                f"Write {_AWARE}: true, or leave {name} out.",
+            )
+            for name, dtype in dtypes.items()
+            if isinstance(dtype, torch.dtype) and dtype is not FP32
         )
-        for field in NEED_PRECISION_AWARE
-        if isinstance(config.get(field), torch.dtype) and config[field] is not FP32
+    )
+
+
+def cannot_train(
+    config: Mapping[str, Any],
+    model: TrainableDtypes,
+    gradients: Collection[torch.dtype],
+    *,
+    distributed: bool,
+    written_back: bool,
+) -> Findings:
+    """Find why an optimizer could not train a model; a problem's key is the field.
+
+    ``gradients`` are the dtypes of the buckets. ``written_back``: whether Megatron writes masters
+    outside FusedAdam back into quantized parameters.
+    """
+    found = list(_quantized(config, written_back)) if model.quantized and distributed else []
+    if distributed and config.get(_OFFLOAD) and model.single is FP32:
+        message = "Megatron offloads no fp32 parameters: can't optimize a non-leaf Tensor"
+        found.append(("offload", _OFFLOAD, message, f"Write {_OFFLOAD}: false, or leave it out."))
+    if config.get(_AWARE) and config.get("clip_grad", 1.0) and FP16 in gradients:
+        # ``clip_grad_by_total_norm_fp32`` fails on them without a message.
+        message = f"{_AWARE} cannot clip fp16 gradients, which grad_reduce_in_fp32=False makes"
+        remedy = (
+            "Write grad_reduce_in_fp32: true, or clip_grad: 0, or set "
+            f"PRECISION_SHIM_GRAD_BUCKET=align, or {_AWARE}: false."
+        )
+        found.append(("fp16-gradients", "grad_reduce_in_fp32", message, remedy))
+    return Findings(problems=tuple(Problem(code, "", *fault) for code, *fault in found))
+
+
+def _quantized(config: Mapping[str, Any], written_back: bool) -> Iterator[_Fault]:
+    """Yield why the distributed optimizer cannot train fp8 parameters."""
+    code = "fp8-parameters"
+    if not steps_parameters(config):
+        if not written_back:
+            problem = f"without {GATHER}, Megatron never writes masters back into fp8 parameters"
+            yield code, GATHER, problem, f"Write {GATHER}: true, or leave fp8_param out."
+    elif config.get("fp8_recipe") != "delayed":
+        problem = "Megatron makes no masters for fp8 or fp4 parameters with it"
+        yield code, _AWARE, problem, f"Write {_AWARE}: false."
+    elif config.get("store_param_remainders", True):
+        problem = "FusedAdam takes no remainders as masters of fp8 parameters"
+        yield code, "store_param_remainders", problem, "Write store_param_remainders: false."
+
+
+# -- numbers: Megatron takes any value, and fails at a later step ---------------------------------
+
+BETA2 = "adam_beta2"
+SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+STATIC = "loss_scale"
+"""Megatron's static loss scale; 0 and null mean a dynamic loss scale."""
+
+_SCALES = ("initial_loss_scale", "min_loss_scale", STATIC)
+_FP32 = (2.0**-149, (2 - 2.0**-23) * 2.0**127)
+"""The smallest and the largest positive number in fp32, in which a loss scaler stores its scale."""
+
+
+def refused_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[str]:
+    """List the fields whose values are not numbers, and the loss scaler's fields that are <= 0.
+
+    If a value is <= 0, Megatron's loss scaler ends the job at an assertion without a message. A
+    scale that overflows or underflows in fp32 stays infinite or 0.
+    """
+    return [
+        name
+        for name in names
+        if name in fields
+        and not (fields[name] is None and name == STATIC)
+        and (not isinstance(fields[name], Real) or not _fits(name, fields[name]))
     ]
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name in _SCALES:
+        return bool(_FP32[0] <= value <= _FP32[1]) or (name == STATIC and value == 0)
+    return bool(value > 0) or name not in SCALER
+
+
+def allowed(name: str) -> str:
+    """The values that a field may have, in words."""
+    if name == BETA2:
+        return "a number from 0 up to, but not including, 1"
+    if name == STATIC:
+        return "0 for a dynamic loss scale, or a number above 0 and up to 3.4e38"
+    bound = " and up to 3.4e38" if name in _SCALES else ""
+    return f"a number above 0{bound}" if name in SCALER else "a number"
+
+
+def check_numbers(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
+    """Raise if ``refused_numbers`` lists a field; ``where`` names framework, version and key.
+
+    Raises:
+        SettingsError: a value is not a number, or is one that the loss scaler cannot use.
+    """
+    for name in refused_numbers(fields, names):
+        raise SettingsError(
+            f"{where}: {name}={fields[name]!r} is not allowed; allowed: {allowed(name)}. Write "
+            "one, without quotes, or leave it out."
+        )
+
+
+# -- booleans, which a YAML file or a shell may have made strings ---------------------------------
+
+
+def read_switch(value: Any, key: str, where: str) -> Any:
+    """Return ``True`` for a string that means true in YAML, and what is no string unchanged.
+
+    Raises:
+        DtypeError: another string.
+    """
+    if not isinstance(value, str):
+        return value
+    if value.strip().lower() in ("true", "yes", "on"):
+        return True
+    raise DtypeError(
+        f"{where}: {key}={value!r} is a string, of which frameworks and Megatron ask only whether "
+        f"it is empty; allowed: true, false. Write {key} without quotes, as true or false.",
+        key=key,
+    )

@@ -18,6 +18,7 @@ from precision_shim.precision.moments import second_moment_can_decay
 from precision_shim.precision.releases import BF16_MOMENTS_SINCE
 
 from .legality import (
+    BETA2,
     BF16,
     CAPTURABLE_BF16_SINCE,
     FP16,
@@ -26,8 +27,8 @@ from .legality import (
     REMAINDERS_SINCE,
     FusedAdamSupport,
     check_dtypes,
+    check_numbers,
 )
-from .numbers import BETA2, check_numbers
 from .requested import PRECISION_AWARE, InForce, RequestedConfig
 
 MEGATRON_BETA2 = 0.999
@@ -71,7 +72,6 @@ class OptimizerPlan:
             also if the shim does not choose fields by the model's dtype.
         main_grads: dtype of the main grads, with the user's fields applied.
         chosen: the choice in words; ``because`` is the reason.
-        bucket_warning: a warning about the bucket; the seam on the DDP gives the same warning.
         by_user: whether the optimizer is precision-aware without the shim, too; ``None`` if the
             shim does not choose fields by the model's dtype.
     """
@@ -83,7 +83,6 @@ class OptimizerPlan:
     chosen: str = ""
     because: str = ""
     warnings: tuple[str, ...] = ()
-    bucket_warning: str = ""
     by_user: bool | None = None
 
     @property
@@ -360,11 +359,10 @@ def _conclude(plan: OptimizerPlan, why: list[str], warnings: list[str]) -> Optim
             value = FP32  # Megatron's HybridDeviceOptimizer does not look at the fields
         states.append(f"{label} {_name(value)}")
     kind = "precision-aware optimizer" if precision_aware else "optimizer not precision-aware"
-    bucket_warning = ""
     if precision_aware and _FP32_BUCKET in why:
-        bucket_warning = (
+        warnings.append(
             f"the states follow the model, but {_FP32_BUCKET}: 2 bytes per parameter more. "
-            "Leave grad_reduce_in_fp32 out, write False, or set PRECISION_SHIM_GRAD_BUCKET=align"
+            "Leave grad_reduce_in_fp32 out, write False, or set PRECISION_SHIM_GRAD_BUCKET=align."
         )
     return replace(
         plan,
@@ -372,5 +370,4 @@ def _conclude(plan: OptimizerPlan, why: list[str], warnings: list[str]) -> Optim
         chosen=f"{kind}: {', '.join(states)}",
         because="; ".join(why) or "nothing to decide",
         warnings=tuple(warnings),
-        bucket_warning=bucket_warning,
     )

@@ -133,6 +133,7 @@ class InForce:
         aligns: whether the shim gives the gradient bucket the main grads' dtype.
         over_user: whether it does so even if the user wrote another (``GRAD_BUCKET=align``).
         whole_masters: whether checkpoints contain whole fp32 masters.
+        scales: whether the shim chooses the settings of the loss scaler.
         support: the FusedAdam that Megatron would use.
     """
 
@@ -142,6 +143,7 @@ class InForce:
     aligns: bool = True
     over_user: bool = False
     whole_masters: bool = True
+    scales: bool = True
     support: FusedAdamSupport = field(default_factory=FusedAdamSupport)
 
 
@@ -156,5 +158,6 @@ def what_is_in_force(
         aligns=holds(ALIGNMENT, GROUP),
         over_user=settings["grad_bucket"] == "align",
         whole_masters=holds(DISPATCH, STATES),
+        scales=holds(SCALING, GROUP),
         support=support,
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from precision_shim.adapting import Settings, parse_settings
 from precision_shim.errors import SettingsError
 from precision_shim.precision.dtypes import name_of
-from precision_shim.precision.scaler_record import in_words
+from precision_shim.scaling.record import in_words
 
-from .optimizer_plan import scaler_row
-from .requested import RequestedConfig
+from .legality import FP16, SCALER, STATIC, check_numbers
+from .optimizer_plan import OptimizerPlan, scaler_row
+from .requested import InForce, RequestedConfig
 
 FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
 """Maps the shim's settings to the fields of Megatron's OptimizerConfig."""
@@ -30,52 +31,49 @@ _OWN = {
 }
 """Values that megatron-core 0.16 to 0.19 has in OptimizerConfig or passes to DynamicGradScaler."""
 
+NOT_SCALED = "no loss scaling", "the optimizer's config has fp16=False"
+"""The decision about an fp16 model whose config says otherwise, and its reason."""
 
-def scaler_fields(
-    requested: RequestedConfig, asked: Mapping[str, Any], settings: Settings
-) -> dict[str, Any]:
-    """Choose values for loss scaler fields that the user did not write in the OptimizerConfig.
+
+def with_scaler(
+    plan: OptimizerPlan,
+    requested: RequestedConfig,
+    now: InForce,
+    settings: Settings,
+    dtype: torch.dtype | None,
+) -> OptimizerPlan:
+    """Check the scaler's fields, and choose those that the user of an fp16 model did not write.
 
     The framework's config overrides settings of ``install()`` and of environment variables.
 
     Raises:
-        SettingsError: the initial loss scale is below the minimum.
+        SettingsError: a value is no number, or the initial loss scale is below the minimum, which
+            is a bare assertion in Megatron.
     """
-    block = parse_settings(requested.scaler, FIELDS, requested.scaler_where)
-    fields = scaler_row()
-    for name, field in FIELDS.items():
-        if name in block or settings.is_set(name):
-            fields[field] = block.get(name, settings[name])
-    fields = {key: value for key, value in fields.items() if key not in asked}
-    place, key, way = requested.where, "initial_loss_scale", "Write a higher one"
-    if "loss_scale_init" in block:
-        place, key, way = requested.scaler_where, "loss_scale_init", "Raise it"
-    elif settings.is_set("loss_scale_init"):
-        key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
-    refuse_low({**asked, **fields}, place, key, way)
-    return fields
-
-
-def refuse_low(
-    fields: Mapping[str, Any],
-    where: str,
-    key: str = "initial_loss_scale",
-    way: str = "Write a higher one",
-) -> None:
-    """Refuse a dynamic loss scaler that begins below its minimum, a bare assertion in Megatron.
-
-    ``where`` and ``key`` are for the message, ``way`` is how to raise the initial loss scale.
-
-    Raises:
-        SettingsError: the initial loss scale is below the minimum.
-    """
-    own = {**_OWN, **fields}
+    asked, where, fp16 = plan.asked, requested.where, dtype is FP16
+    scaled = fp16 or bool(asked.get("fp16"))
+    dynamic = scaled and not asked.get(STATIC)
+    check_numbers(asked, (STATIC, *SCALER) if dynamic else (STATIC,), where)
+    place, key, way = where, "initial_loss_scale", "Write a higher one"
+    if fp16 and now.scales:
+        block = parse_settings(requested.scaler, FIELDS, requested.scaler_where)
+        fields = scaler_row()
+        for name, field in FIELDS.items():
+            if name in block or settings.is_set(name):
+                fields[field] = block.get(name, settings[name])
+        plan = replace(plan, adds={**plan.adds, **fields})
+        if "loss_scale_init" in block:
+            place, key, way = requested.scaler_where, "loss_scale_init", "Raise it"
+        elif settings.is_set("loss_scale_init"):
+            key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
+    own = {**_OWN, **plan.fields}
     first, least = own["initial_loss_scale"], own["min_loss_scale"]
-    if not fields.get("loss_scale") and least is not None and first < least:
+    if scaled and not own.get(STATIC) and least is not None and first < least:
         raise SettingsError(
-            f"{where}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
+            f"{place}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
             f"OptimizerConfig. {way}, or lower min_loss_scale."
         )
+    return plan
 
 
 def factors_set(settings: Settings) -> dict[str, float]:
@@ -110,28 +108,19 @@ def unscaled(where: str, fp16: object, bf16: object) -> str:
     )
 
 
-def predicted_scaler(
-    requested: RequestedConfig, asked: Mapping[str, Any], settings: Settings
+def predict_scaler(
+    plan: OptimizerPlan, settings: Settings, dtype: torch.dtype
 ) -> tuple[str, str] | None:
-    """Describe the loss scaler that a planned job will have; ``None`` if its scale is static.
+    """Predict the decision about a planned job's loss scaler: values and reason, in words.
 
-    Raises:
-        SettingsError: see ``scaler_fields``.
+    ``None`` for a static loss scale, and for a model that is not fp16 unless ``fp16`` is true, for
+    which the shim chooses only the factors.
     """
-    fields = {**asked, **scaler_fields(requested, asked, settings)}
-    return predicted_own_scaler(fields, settings, torch.float16)
-
-
-def predicted_own_scaler(
-    fields: Mapping[str, Any], settings: Settings, dtype: torch.dtype
-) -> tuple[str, str] | None:
-    """Predict the decision about the loss scaler that Megatron makes if ``fp16`` is true.
-
-    Values and reason in words; ``None`` for a static loss scale. Only for an fp16 model does the
-    shim choose initial loss scale and growth interval.
-    """
-    if fields.get("loss_scale"):
+    fields = plan.fields
+    if fields.get(STATIC):
         return None
+    if not fields.get("fp16", dtype is FP16):
+        return NOT_SCALED if dtype is FP16 else None
     ours = factors_set(settings)
     own = {**_OWN, **fields, **ours}
     first, interval = float(own["initial_loss_scale"]), float(own["loss_scale_window"])

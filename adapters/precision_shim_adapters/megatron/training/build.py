@@ -55,14 +55,13 @@ class Build:
         """The dtype in ``seen`` if it has only one, otherwise the framework's declared dtype."""
         return self.seen.single or self.requested.declared
 
-    def plan(self, model: TrainableDtypes | None = None) -> OptimizerPlan:
+    def plan(self, now: InForce, model: TrainableDtypes | None = None) -> OptimizerPlan:
         """Decide the optimizer's dtypes from the dtypes in ``model`` (default: in ``seen``).
 
         Raises:
             DtypeError: see ``plan_optimizer``.
         """
         known = self.seen if model is None else model
-        now = self.in_force()
         # Use the last plan until a chunk has other dtypes, or until an import after the DDP's
         # construction switches features on or off. If all parameters have one dtype, the number
         # of parameters does not affect the plan.

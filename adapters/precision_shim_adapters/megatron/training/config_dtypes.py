@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from precision_shim.adapting import Call, is_there, seam, versioned, warn
+from precision_shim.adapting import Call, Findings, is_there, seam, versioned, warn
+from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import coerce_dtype, pick_name
+from precision_shim.precision.findings import Problem
 from precision_shim.seams import definition, find_spec
 
+from ..policy.legality import read_switch
 from ..policy.requested import COERCION, MOSTLY
-from ..policy.switches import is_switch, read_switch
 from .build import megatron_label
 
 _DDP = "megatron.core.distributed"
@@ -94,9 +96,17 @@ def coerce_field(value: Any, names: Sequence[str], key: str, but: Sequence[str] 
     Raises:
         DtypeError: the name is unknown, or the field does not take this dtype.
     """
-    if not names:
-        return coerce_dtype(value, key=key, where=megatron_label(), but=but)
-    return None if value is None else pick_name(value, names, key=key, where=megatron_label())
+    if value is None or not (names or isinstance(value, str)):
+        return value
+    if names:
+        return pick_name(value, names, key=key, where=megatron_label())
+    return coerce_dtype(value, key=key, where=megatron_label(), but=but)
+
+
+def is_switch(annotation: object) -> bool:
+    """Whether a config's field with this annotation takes a boolean, and no string."""
+    text = str(annotation)
+    return "bool" in text and "str" not in text and "Literal" not in text
 
 
 def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:
@@ -114,6 +124,31 @@ def coerce_fields(config: Any, but: Sequence[str] = ("fp8",)) -> dict[str, Any]:
         values[name] = coerce_field(getattr(config, name), names, key, but)
         setattr(config, name, values[name])
     return values
+
+
+def refused(written: Mapping[str, Any], targets: tuple[str, ...], key: str, where: str) -> Findings:
+    """Find what ``coerce_fields`` would refuse of the fields that a user wrote for a config.
+
+    Of an OptimizerConfig and a DDP's config only booleans are checked: other rules read the dtypes.
+
+    Args:
+        written: the fields.
+        targets: the config's classes, which are not imported.
+        key: the config's key of a field, with ``{}`` for the field.
+        where: framework and version, for messages.
+    """
+    annotations = installed_annotations(*targets) if written else {}
+    takes = _takes(annotations) if targets is MODEL else {}
+    problems = []
+    for name, value in written.items():
+        try:
+            if name in takes:
+                coerce_field(value, takes[name], key.format(name))
+            elif is_switch(annotations.get(name, "")):
+                read_switch(value, key.format(name), where)
+        except DtypeError as error:  # noqa: PERF203
+            problems.append(Problem.of(error, "", error.key))
+    return Findings(problems=tuple(problems))
 
 
 _COERCE: dict[str, Any] = {

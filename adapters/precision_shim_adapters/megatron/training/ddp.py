@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed
 
-from precision_shim.adapting import Call, current_settings, in_force, seam, warn
+from precision_shim.adapting import Call, in_force, seam, warn
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
 from ..installed import FSDP, FSDP_GRADS, fsdp_heeds_bucket
 from ..policy.bucket import SUMS, choose_bucket, describe_bucket, fsdp_in_fp32
-from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
+from ..policy.requested import ALIGNMENT, DISPATCH, MOSTLY, SCALING, InForce
 from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
@@ -71,9 +71,10 @@ def build_ddp(
     build.distributed = bool(ddp_config.use_distributed_optimizer)
     # Change a copy: other chunks share the caller's config.
     changed = copy.copy(ddp_config)
-    if in_force(build.framework, SCALING, GROUP):
-        _let_overflows_pass(build, changed, model)
-    compared = _align(build, changed, model)
+    now = build.in_force()
+    if now.scales:
+        _let_overflows_pass(build, changed, model, now)
+    compared = _align(build, changed, model, now)
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
@@ -89,23 +90,26 @@ def build_ddp(
     return result
 
 
-def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | None:
+def _align(build: Build, config: Any, model: TrainableDtypes, now: InForce) -> torch.dtype | None:
     """Set the bucket's dtype; return the main grads' dtype if the user's bucket dtype stays."""
-    if not in_force(build.framework, ALIGNMENT, GROUP):
+    if not now.aligns:
         return None
-    plan, requested = build.plan(model), build.requested
+    plan, requested = build.plan(now, model), build.requested
     present = bool(config.grad_reduce_in_fp32)
     written = requested.bucket_in_fp32 is not None or bool(getattr(config, SUMS, None))
-    over_user = current_settings()["grad_bucket"] == "align"
     choice = choose_bucket(
-        present=present, user_set=written, align=over_user, main_grads=plan.main_grads, model=model
+        present=present,
+        user_set=written,
+        align=now.over_user,
+        main_grads=plan.main_grads,
+        model=model,
     )
     if build.in_fp32 not in (None, choice.grad_reduce_in_fp32):
         because = f"as the model's first chunk; here {choice.because}"
         choice = dataclasses.replace(choice, grad_reduce_in_fp32=build.in_fp32, because=because)
     build.in_fp32 = choice.grad_reduce_in_fp32
     changed = build.in_fp32 != present
-    because, problem = choice.because, choice.problem or plan.bucket_warning
+    because, problem = choice.because, choice.problem
     if changed and getattr(config, "use_layer_wise_param_layout", False):
         problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
         because = "left as it is"
@@ -117,7 +121,7 @@ def _align(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | N
     build.decide(ALIGNMENT, describe_bucket(in_fp32, model), because)
     if problem and requested.trains:  # without an optimizer the bucket stays empty
         warn(f"{build.framework} {requested.subject}: {problem}.")
-    return plan.main_grads if written and not over_user else None
+    return plan.main_grads if written and not now.over_user else None
 
 
 @seam(
@@ -136,9 +140,10 @@ def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = No
         return call.proceed()
     model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
     changed = copy.copy(ddp_config)
+    now = build.in_force()
     if in_force(build.framework, SCALING, "megatron-fsdp"):
-        _let_overflows_pass(build, changed, model)
-    compared = _align_fsdp(build, changed, model)
+        _let_overflows_pass(build, changed, model, now)
+    compared = _align_fsdp(build, changed, model, now)
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     result = call.proceed()
@@ -147,7 +152,9 @@ def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = No
     return result
 
 
-def _align_fsdp(build: Build, config: Any, model: TrainableDtypes) -> torch.dtype | None:
+def _align_fsdp(
+    build: Build, config: Any, model: TrainableDtypes, now: InForce
+) -> torch.dtype | None:
     """Like ``_align``; a ``megatron_fsdp_main_grads_dtype`` in the config is the user's."""
     own, present = getattr(config, FSDP_GRADS, None), config.grad_reduce_in_fp32
     if not in_force(build.framework, ALIGNMENT, "megatron-fsdp"):
@@ -156,8 +163,8 @@ def _align_fsdp(build: Build, config: Any, model: TrainableDtypes) -> torch.dtyp
         in_fp32 = fsdp_in_fp32(bool(present), own, heeded=fsdp_heeds_bucket())
         chosen = f"gradient bucket {'fp32' if in_fp32 else name_of(own)} ({FSDP_GRADS}={own})"
         build.decide(ALIGNMENT, chosen, "set by the user")
-        return build.plan(model).main_grads
-    compared = _align(build, config, model)
+        return build.plan(now, model).main_grads
+    compared = _align(build, config, model, now)
     if config.grad_reduce_in_fp32 and hasattr(config, FSDP_GRADS):
         # Up to 0.18 grad_reduce_in_fp32=True also overrides the user's dtype of the communication.
         setattr(config, FSDP_GRADS, torch.float32)
@@ -165,11 +172,14 @@ def _align_fsdp(build: Build, config: Any, model: TrainableDtypes) -> torch.dtyp
     return compared
 
 
-def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes) -> None:
+def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes, now: InForce) -> None:
     """Turn ``check_for_nan_in_grad`` off if the loss scaler will skip steps with an overflow."""
     requested = build.requested
     checks = bool(getattr(config, "check_for_nan_in_grad", False))
-    if not (checks and torch.float16 in model.counts and _scales_dynamically(build)):
+    # Megatron makes a dynamic scaler for ``fp16`` without a ``loss_scale``.
+    fp16 = requested.native.get(torch.float16, {}).get("fp16", False) or now.dispatches
+    dynamic = requested.asked.get("fp16", fp16) and not requested.asked.get("loss_scale")
+    if not (checks and torch.float16 in model.counts and dynamic):
         return
     if requested.nan_check_written:
         warn(
@@ -180,14 +190,6 @@ def _let_overflows_pass(build: Build, config: Any, model: TrainableDtypes) -> No
         return
     config.check_for_nan_in_grad = False
     build.decide(SCALING, *UNCHECKED)
-
-
-def _scales_dynamically(build: Build) -> bool:
-    """Whether Megatron will make a dynamic scaler (for ``fp16`` without a ``loss_scale``)."""
-    requested = build.requested
-    by_itself = requested.native.get(torch.float16, {}).get("fp16", False)
-    fp16 = by_itself or in_force(build.framework, DISPATCH, GROUP)
-    return bool(requested.asked.get("fp16", fp16)) and not requested.asked.get("loss_scale")
 
 
 def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> TrainableDtypes:

@@ -10,23 +10,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, in_force, seam, warn
-from precision_shim.errors import DtypeError, InconsistentPrecisionError, UnsupportedPrecisionError
+from precision_shim.adapting import Call, Findings, current_settings, in_force, seam, warn
+from precision_shim.errors import (
+    DtypeError,
+    InconsistentPrecisionError,
+    PrecisionShimError,
+    UnsupportedPrecisionError,
+)
 from precision_shim.precision.dtypes import name_of, read_dtype
-from precision_shim.precision.model import trainable_dtypes
+from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..buffers import grad_buffers
 from ..checkpoints.optimizer_state import note_precision_aware
 from ..installed import FUSED_ADAM_ARGUMENTS, fused_adam_support, needs_gather
-from ..policy.legality import GATHERS, check_dtypes, not_precision_aware, quantized_fault
-from ..policy.numbers import SCALER, check_numbers
+from ..policy.legality import GATHERS, cannot_train, check_dtypes, need_precision_aware
 from ..policy.optimizer_plan import OptimizerPlan, coerce_written
-from ..policy.requested import ALIGNMENT, DISPATCH, GROUP, MOSTLY, SCALING
-from ..policy.scaler import refuse_low, scaler_fields, unscaled
+from ..policy.requested import ALIGNMENT, COERCION, DISPATCH, GROUP, MOSTLY, SCALING
+from ..policy.scaler import NOT_SCALED, unscaled, with_scaler
 from .build import Build, current_build, megatron_label
 from .config_dtypes import coerce_fields
 from .ddp import compared_with
@@ -94,13 +99,14 @@ def coerce_config(call: Call) -> Any:
     """Turn dtype names in an OptimizerConfig into dtypes, and raise an error for illegal dtypes."""
     where = megatron_label()
     check_dtypes(coerce_fields(call.instance, but=()), fused_adam_support(), where=where)
-    _refuse_low(vars(call.instance), f"{where}, OptimizerConfig")
+    _refuse(need_precision_aware(vars(call.instance)), f"{where}, OptimizerConfig", DtypeError)
     return call.proceed()
 
 
-def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
-    for field, message, remedy in not_precision_aware(fields):
-        raise DtypeError(f"{where}: {field}: {message}. {remedy}")
+def _refuse(found: Findings, where: str, error: type[PrecisionShimError]) -> None:
+    """Raise an error with the first problem that a rule found, whose key is a field."""
+    for problem in found.problems:
+        raise error(f"{where}: {problem.key}: {problem}")
 
 
 def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
@@ -115,30 +121,19 @@ def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
             only with the precision-aware optimizer.
         SettingsError: the initial loss scale is below the minimum, or a value is no number.
     """
-    requested = build.requested
+    requested, now = build.requested, build.in_force()
     where = requested.where
-    if in_force(build.framework, DISPATCH, GROUP) and not native:
-        plan = build.plan()
+    if now.dispatches and not native:
+        plan = build.plan(now)
         build.decide(DISPATCH, plan.chosen, plan.because)
         for text in plan.warnings:
             warn(f"{build.framework} {requested.subject}: {text}")
-        if plan.bucket_warning and requested.trains:
-            warn(f"{build.framework} {requested.subject}: {plan.bucket_warning}.")
     else:
-        plan = OptimizerPlan(coerce_written(requested.asked, where, build.in_force()))
-    asked = plan.asked
-    check_numbers(asked, ("loss_scale",), where)
-    fp16, scales = build.dtype is torch.float16, in_force(build.framework, SCALING, GROUP)
-    if (fp16 or asked.get("fp16")) and not asked.get("loss_scale"):
-        check_numbers(asked, SCALER, where)
-    if scales and fp16:
-        scaler = scaler_fields(requested, asked, current_settings())
-        plan = dataclasses.replace(plan, adds={**plan.adds, **scaler})
-    elif fp16 or asked.get("fp16"):
-        refuse_low(plan.fields, where)
-    coerces = in_force(build.framework, "dtype-coercion", GROUP)
+        plan = OptimizerPlan(coerce_written(requested.asked, where, now))
+    plan = with_scaler(plan, requested, now, current_settings(), build.dtype)
+    coerces = in_force(build.framework, COERCION, GROUP)
     if coerces and not requested.precision_aware_by_itself:
-        _refuse_low(plan.fields, f"{where}, {megatron_label()}")
+        _refuse(need_precision_aware(plan.fields), f"{where}, {megatron_label()}", DtypeError)
     return plan
 
 
@@ -218,10 +213,31 @@ def check(framework: str, config: Any, model: Any) -> None:
     if build is not None and in_force(framework, SCALING, GROUP):
         _refuse_unscaled(build, config)
     chunks = _wrapped_chunks(model)
-    _refuse_fp16_gradients(framework, build, config, chunks)
-    _refuse_quantized(framework, build, config, chunks)
-    if in_force(framework, ALIGNMENT, GROUP):
-        _check_pair(framework, build, config, chunks)
+    buckets = {buffer.grad_data.dtype for buffer in grad_buffers(chunks)}
+    live = trainable_dtypes(chain.from_iterable(chunk.parameters() for chunk in chunks))
+    gathers = [getattr(chunk.ddp_config, name, False) for chunk in chunks for name in GATHERS]
+    found = cannot_train(
+        vars(config),
+        live,
+        buckets,
+        distributed=config.use_distributed_optimizer,
+        written_back=any(gathers) or not (live.quantized and needs_gather()),
+    )
+    where = framework if build is None else build.requested.where
+    _refuse(found, f"{where}, {megatron_label()}", InconsistentPrecisionError)
+    if not in_force(framework, ALIGNMENT, GROUP):
+        return
+    told = [compared_with.get(chunk) for chunk in chunks]
+    problems = _compare(build, config, live, buckets, told)
+    message = (
+        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Let fp16, bf16 and "
+        "main_grads_dtype of the optimizer's config fit the model and its DDP's "
+        "grad_reduce_in_fp32, or leave them to the shim."
+    )
+    if problems and current_settings().strict and not any(told):
+        raise InconsistentPrecisionError(message)
+    if problems:
+        warn(message)
 
 
 def _refuse_unscaled(build: Build, config: Any) -> None:
@@ -231,48 +247,22 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
     if current_settings().strict:
         raise InconsistentPrecisionError(message)
     _note_told(config, "scaler-missing", "params-dtype")
-    build.decide(SCALING, "no loss scaling", f"the optimizer's config has fp16={config.fp16}")
+    build.decide(SCALING, *NOT_SCALED)
     warn(message)
 
 
-def _refuse_fp16_gradients(
-    framework: str, build: Build | None, config: Any, chunks: list[Any]
-) -> None:
-    """Refuse fp16 gradients: ``clip_grad_by_total_norm_fp32`` fails on them without a message."""
-    if not (config.use_precision_aware_optimizer and config.clip_grad):
-        return
-    if torch.float16 in _bucket_dtypes(chunks):
-        raise InconsistentPrecisionError(
-            f"{framework if build is None else build.requested.where}, {megatron_label()}: "
-            "use_precision_aware_optimizer=True with "
-            f"clip_grad={config.clip_grad} takes fp32 or bf16 gradients, and "
-            "grad_reduce_in_fp32=False makes them fp16. Write grad_reduce_in_fp32: true, or set "
-            "PRECISION_SHIM_GRAD_BUCKET=align, or use_precision_aware_optimizer: false."
-        )
-
-
-def _refuse_quantized(framework: str, build: Build | None, config: Any, chunks: list[Any]) -> None:
-    """Refuse fp8 parameters that the optimizer could not make, or would never update."""
-    live = trainable_dtypes(p for chunk in chunks for p in chunk.parameters())
-    if not (live.quantized and config.use_distributed_optimizer):
-        return
-    flags = [getattr(chunk.ddp_config, name, False) for chunk in chunks for name in GATHERS]
-    fault = quantized_fault(vars(config), written_back=any(flags) or not needs_gather())
-    if fault:
-        where = framework if build is None else build.requested.where
-        raise InconsistentPrecisionError(
-            f"{where}, {megatron_label()}: {fault[0]}: {fault[1]}. {fault[2]}"
-        )
-
-
-def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[Any]) -> None:
-    buckets = _bucket_dtypes(chunks)
-    live = trainable_dtypes(p for chunk in chunks for p in chunk.parameters())
+def _compare(
+    build: Build | None,
+    config: Any,
+    live: TrainableDtypes,
+    buckets: set[torch.dtype],
+    told: list[torch.dtype | None],
+) -> list[str]:
+    """How config and model differ; ``told``: of each chunk, see ``compared_with``."""
     # Without dtype-coercion the config may contain dtype names.
     main_grads, params = map(read_dtype, (config.main_grads_dtype, config.params_dtype))
     if not config.use_precision_aware_optimizer:
         main_grads = torch.float32
-    told = [compared_with.get(chunk) for chunk in chunks]
     problems = []
     if buckets and buckets != {main_grads}:
         _note_told(config, "main-grads-dtype")
@@ -290,22 +280,9 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
             f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
             f"parameters are {name_of(live.single)}"
         )
-    if not problems:
-        return
-    message = (
-        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Let fp16, bf16 and "
-        "main_grads_dtype of the optimizer's config fit the model and its DDP's "
-        "grad_reduce_in_fp32, or leave them to the shim."
-    )
-    if current_settings().strict and not any(dtype is not None for dtype in told):
-        raise InconsistentPrecisionError(message)
-    warn(message)
+    return problems
 
 
 def _wrapped_chunks(model: Any) -> list[Any]:
     chunks = model if isinstance(model, list) else [model]
     return [chunk for chunk in chunks if hasattr(chunk, "buffers") and hasattr(chunk, "ddp_config")]
-
-
-def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:
-    return {buffer.grad_data.dtype for buffer in grad_buffers(chunks)}

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, current_settings, decide, seam, warn
-from precision_shim.precision.scaler_record import lower_tracker
 from precision_shim.scaling import SkipCounter
+from precision_shim.scaling.record import lower_tracker
 
 from ..buffers import unchain
 from ..policy.requested import ON_SCALING, SCALING

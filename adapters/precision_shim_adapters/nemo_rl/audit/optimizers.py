@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precision_shim.adapting import Call, around, in_force, seam
-from precision_shim.auditing import meters
-from precision_shim.auditing.automatic import watch
-from precision_shim.auditing.weight_audit import tell_asked
+from precision_shim.adapting import Call, in_force, seam
+from precision_shim.adapting.audit import meters, tell_asked, watch
 
 from ...common.ray_actors import put_in_front
 from ...torch_fp16 import ScaledTraining
-from ..rollout import asked_of
-from ..training.dtensor import FRAMEWORK, TRAIN, add_figures, written
-from ..training.workers import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
+from ..config import FRAMEWORK, asked_of, written
+from ..training.dtensor import add_figures, outermost
+from ..training.workers import DTENSOR, INHERITED, MEGATRON, VALUE_V2, exported, group_at, mixin
 
 FEATURE = "audit"
 _DELETE = "NeMo-RL says which precision its optimizers have"
@@ -49,25 +47,10 @@ def _tell_audit(worker: Any) -> None:
         tell_asked(FRAMEWORK, *asked)
 
 
-class AuditedWorker:
-    """A mixin that audits a DTensor worker; importable, so that Ray pickles it by reference."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        see(self)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and report the updates lost to rounding if the shim measures them."""
-        method = super().train  # type: ignore[misc]
-        return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
-
-
-@seam(
+@exported(
+    (each.actor_class(each.beneath, *_RELIES_ON) for each in DTENSOR),
     feature=FEATURE,
-    at=[place for each in DTENSOR for place in each.actor_class(each.beneath, *_RELIES_ON)],
-    why=EXPORTED,
     delete_when=_DELETE,
-    replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
     """Make the actor class again with ``AuditedWorker`` as the worker's first base class."""
@@ -82,9 +65,10 @@ def redecorate(actor_class: Any) -> Any:
     relies_on=("optimizer", "model"),
 )
 def look_at(call: Call) -> Any:
-    """Audit a new worker, unless it is an ``AuditedWorker``, whose ``__init__`` audits it."""
-    result = call.proceed()
-    if not isinstance(call.instance, AuditedWorker):
+    """Audit a new worker once, although its class and ``AuditedWorker`` may both call this."""
+    with outermost(call.instance, "audit") as outer:
+        result = call.proceed()
+    if outer:
         see(call.instance)
     return result
 
@@ -103,3 +87,7 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     if not eval_mode:
         add_figures(result, meters.metrics(getattr(call.instance, "optimizer", None)))
     return result
+
+
+AuditedWorker = mixin(__name__, "AuditedWorker", __init__=[look_at], train=[report_lost_updates])
+"""A mixin that audits a DTensor worker."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import weight_audit
+from precision_shim.adapting.audit import weight_audit
 
-from ..training.dtensor import FRAMEWORK
+from ..config import FRAMEWORK
 
 _UTILS = "nemo_rl.models.policy.utils"
 _WORKERS = "nemo_rl.models.policy.workers"

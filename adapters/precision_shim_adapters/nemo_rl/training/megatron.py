@@ -1,4 +1,4 @@
-"""NeMo-RL on Megatron: read a policy config, and patch the functions that build a model.
+"""NeMo-RL on Megatron: patch the functions that build a model.
 
 Each optimizer field counts as the user's: NeMo-RL's YAML files set nearly all. The NaN check of
 gradients has no config key. Ray pickles the patched function by reference, unlike methods. Dtype
@@ -9,52 +9,22 @@ grad norm NaN, because ``train`` fails on None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, around, seam, versioned
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.adapting import Call, seam
 
 from ... import megatron
 from ...common.ray_actors import put_in_front
-from ...megatron import BUILDING, SCALING, RequestedConfig, building
+from ...megatron import BUILDING, SCALING, building
 from ..audit.optimizers import report_lost_updates
-from .dtensor import BLOCK, FRAMEWORK, TRAIN, add_figures, written
-from .workers import EXPORTED, INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE
+from ..config import BLOCK, FRAMEWORK, read_requested
+from .dtensor import add_figures
+from .workers import INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE, exported, mixin
 
 _ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
 _COPIES = ("megatron.bridge.training.setup", *POLICIES, SETUP)
 """Modules that import Bridge's ``setup_optimizer`` by value."""
-
-
-def read_requested(
-    config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
-) -> RequestedConfig:
-    """Read a model's ``RequestedConfig`` from a worker's policy config."""
-    role = "value" if subject == "value" else "policy"
-    where = f"{versioned(FRAMEWORK)}, {role}"
-    section = config["megatron_cfg"]
-    optimizer, ddp = section["optimizer"], section["distributed_data_parallel_config"]
-    blockers = []
-    fp8, bucket = section.get("fp8_cfg") or {}, "grad_reduce_in_fp32"
-    if fp8.get("enabled") and fp8.get("fp8_recipe") != "delayed":
-        blockers.append(f"fp8_cfg.fp8_recipe is {fp8.get('fp8_recipe')!r}, not 'delayed'")
-    if megatron_fsdp:
-        blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
-    return RequestedConfig(
-        where=f"{where}.megatron_cfg.optimizer",
-        subject=subject,
-        asked={str(key): optimizer[key] for key in optimizer},
-        declared=parse_dtype(str(config["precision"])),
-        blockers=tuple(blockers),
-        bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
-        scaler=config.get(BLOCK) or {},
-        scaler_where=f"{where}.{BLOCK}",
-        wrote=tuple(written(config, role, sharded=False)),
-        unchecked=("params_dtype",),  # NeMo-RL's YAMLs set params_dtype; Megatron ignores it
-        trains=trains,
-    )
 
 
 _BUILD: dict[str, Any] = {
@@ -197,36 +167,21 @@ def scale_own(call: Call, func: Any) -> Any:
     return call.proceed()
 
 
-class ReportingWorker:
-    """A mixin that reports a worker's metrics; importable, so that Ray pickles it by reference."""
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; report the loss scale, and updates lost to rounding if the shim measures them."""
-        own = super().train  # type: ignore[misc]
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return around(report, own, self, args, kwargs, positional=TRAIN)
-
-        return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
-
-    def _set_moe_grad_scale_func(self, func: Any) -> None:
-        super()._set_moe_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
-
-    def _set_mtp_grad_scale_func(self, func: Any) -> None:
-        super()._set_mtp_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
+ReportingWorker = mixin(
+    __name__,
+    "ReportingWorker",
+    train=[report, report_lost_updates],
+    _set_moe_grad_scale_func=[scale_own],
+    _set_mtp_grad_scale_func=[scale_own],
+)
+"""A mixin that reports a worker's metrics."""
 
 
-@seam(
+@exported(
+    (each.actor_class(f"{each.beneath}.train", *_RELIES_ON) for each in MEGATRON),
     feature=SCALING,
-    at=[
-        place
-        for each in MEGATRON
-        for place in each.actor_class(f"{each.beneath}.train", *_RELIES_ON)
-    ],
-    why=EXPORTED,
     delete_when=_DELETE,
-    replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """See ``audit.redecorate``."""
+    """Make the actor class again with ``ReportingWorker`` as the worker's first base class."""
     return put_in_front(ReportingWorker, actor_class)

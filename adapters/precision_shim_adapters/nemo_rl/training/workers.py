@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+from precision_shim.adapting import around, seam
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _OLD = "nemo_rl.models.policy"  # until 0.4
 _NEW = "nemo_rl.models.policy.workers"
 _VALUES = "nemo_rl.models.value.workers"
+
+TRAIN = ("data", "loss_fn", "eval_mode")
+"""The first parameters of a worker's ``train``, whose decorator hides the signature."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,38 @@ EXPORTED = "the actor class, as NeMo-RL looks it up by name and Ray exports it"
 """The ``why`` of seams on ``Worker.beneath`` (``INHERITED``) and actor classes (``EXPORTED``)."""
 
 
+def exported(places: Iterable[Iterable[dict[str, Any]]], **given: Any) -> Callable[[_F], _F]:
+    """The decorator of a seam on actor classes; ``places`` are of ``Worker.actor_class``."""
+    at = [place for each in places for place in each]
+    return seam(at=at, why=EXPORTED, replaces=True, **given)
+
+
+def mixin(module: str, name: str, **wrappers: Sequence[Callable[..., Any]]) -> type:
+    """Make a class for ``put_in_front``: seams' functions, the innermost first, around its methods.
+
+    Ray pickles the class by reference: it must be the global ``name`` of ``module``.
+    """
+    made = type(name, (), {"__module__": module})
+    for method, functions in wrappers.items():
+        setattr(made, method, _calling(made, method, functions))
+    return made
+
+
+def _calling(made: type, name: str, functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        beneath = getattr(super(made, self), name)
+        for function in functions:
+            beneath = partial(_around, function, beneath, self, TRAIN if name == "train" else ())
+        return beneath(*args, **kwargs)
+
+    method.__module__, method.__qualname__ = made.__module__, f"{made.__name__}.{name}"
+    return method
+
+
+def _around(function: Any, method: Any, instance: Any, names: Any, /, *args: Any, **kw: Any) -> Any:
+    return around(function, method, instance, args, kw, positional=names)
+
+
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
 _CLIP_V2 = "nemo_automodel.components.training.utils:scale_grads_and_clip_grad_norm"
 _CLIP_OLD = "nemo_automodel.components.distributed.grad_utils:get_grad_norm"  # until 0.4
@@ -112,6 +153,11 @@ DTENSOR = (
 """All DTensor workers; a worker that NeMo-RL moved has one entry for each module."""
 
 _GROUPS = {name: worker.group for worker in DTENSOR for name in (worker.name, f"{worker.name}Impl")}
+
+
+def group_of(name: str, *, second: bool) -> str:
+    """The group of the seams on a model's DTensor workers; ``second`` is ``dtensor_cfg._v2``."""
+    return VALUE_V2 if name == "value" else V2 if second else V1
 
 
 def group_at(instance: Any) -> str:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import meters
-from precision_shim.auditing.automatic import tell_without_effect, watch
-from precision_shim.auditing.weight_audit import is_wanted, tell_asked
+from precision_shim.adapting.audit import is_wanted, meters, tell_asked, tell_without_effect, watch
 
 from ...torch_fp16 import ScaledTraining
-from ..rollout.dtypes import asked_of
-from ..training.dtype_keys import of_fsdp
+from ..config import asked_of, of_fsdp
 from ..training.megatron import WORKER
 from ..training.overflow import BASE, add_figures
 

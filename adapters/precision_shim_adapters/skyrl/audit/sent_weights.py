@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import weight_audit
-from precision_shim.precision.dtypes import CANONICAL
+from precision_shim.adapting.audit import weight_audit
+from precision_shim.adapting.dtypes import DTYPES
 
 from ..rollout.dtypes import PUBLISHER, READ, base_dtypes
 from ..training.megatron import TRAIN, WORKER
@@ -75,7 +75,7 @@ def know_base(call: Call, source: Any) -> Any:
     """Record the base checkpoint's dtype, on the rank that sends the weights."""
     stored = base_dtypes(call.instance)
     if len(stored) == 1:
-        _stored[source] = CANONICAL[next(iter(stored))]
+        _stored[source] = DTYPES[next(iter(stored))]
     return call.proceed()
 
 

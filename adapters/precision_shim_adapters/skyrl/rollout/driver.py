@@ -6,17 +6,19 @@ that the shim writes into the config.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, decide, in_force, seam, versioned
-from precision_shim.precision.dtypes import name_of
+from precision_shim.adapting import Call, in_force, report, seam, versioned
+from precision_shim.adapting.dtypes import name_of
+from precision_shim.adapting.rollouts import judge_wires
 
-from ...agreement.lm_head import report_heads
-from ...agreement.names import engine_name, write_key
-from ...agreement.report import FEATURE, report_engines
-from ...agreement.weight_sync import tell_of_wires
-from ..config import ROLLOUT
+from ...agreement.lm_head import IsInForce
+from ...agreement.names import engine_name
+from ...agreement.report import FEATURE, Sides, report_sides
+from ..config import KEY
+from ..written import ROLLOUT
 from . import dtypes, lm_head
 
 _UTILS = "skyrl.train.utils.utils"
@@ -90,22 +92,20 @@ def compare_tinkers(call: Call) -> Any:
     return config
 
 
-def _report(config: Any) -> None:
-    where = versioned("skyrl")
+def read_sides(config: Any, in_force: IsInForce, directory: str = "") -> Sides:
+    """Read both sides of a job that has a rollout; see ``dtypes.sides_of``."""
     # SkyRL parses model_dtype for each weight sync, and rejects "auto".
-    engine_name(config.generator.inference_engine.model_dtype, dtypes.KEY, where, also=())
-    ours = partial(in_force, "skyrl")
-    report_heads(where, partial(lm_head.read_heads, config, ours), partial(write_key, config))
-    both = dtypes.sides_of(config, ours)
-    if both.trainer is None:
-        decide("skyrl", "rollout", FEATURE, *dtypes.not_compared(config))
-        return
-    if both.trainer.because:
-        decide("skyrl", "policy", FEATURE, both.trainer.computes, both.trainer.because)
-    report_engines(where, both.trainer, both.others, partial(dtypes.write, config))
-    for chosen, because in dtypes.send_in_engines_dtype(config):
-        decide("skyrl", "rollout", FEATURE, chosen, because)
-    tell_of_wires(where, dtypes.wires_of(config))
+    written = config.generator.inference_engine.model_dtype
+    engine_name(written, KEY, versioned("skyrl"), also=())
+    heads = lm_head.read_heads(config, in_force)
+    return replace(dtypes.sides_of(config, in_force, directory), heads=heads)
+
+
+def _report(config: Any) -> None:
+    sides = read_sides(config, partial(in_force, "skyrl"))
+    report_sides(sides, partial(dtypes.write, config))
+    if sides.trainer is not None:
+        report(dtypes.judge_syncs(config, may_write=True))
 
 
 @seam(
@@ -120,5 +120,5 @@ def tell_of_delta(call: Call, source: Any) -> Any:
     sent = getattr(source, "_dtype", None)
     if call.instance.version == 0 and sent is not None:
         wires = dtypes.delta_wires({name_of(sent)}, dtypes.base_dtypes(call.instance))
-        tell_of_wires(versioned("skyrl"), wires, may_raise=False)
+        report(judge_wires("skyrl", versioned("skyrl"), wires), raises=None)
     return call.proceed()

@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.lm_head import Head
+from precision_shim.adapting.rollouts import SETTING, Head
 
 from ...agreement import lm_head as shared
 from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
-from ..config import INFERENCE
-from ..training import dtype_keys
-from . import dtypes
+from ..config import INFERENCE, has_reference, overriding, started_elsewhere
 
 GROUP = "LM head"
 _WORKERS = "skyrl.backends.skyrl_train.workers"
@@ -28,7 +26,7 @@ def read_heads(config: Any, in_force: shared.IsInForce) -> list[Head]:
     """Describe the LM heads of a job's policy, reference model and inference engines."""
     trainer, engines = config.trainer, config.generator.inference_engine
     group, heads = f"Megatron {GROUP}" if trainer.strategy == "megatron" else GROUP, []
-    for role in ("policy", "ref") if dtype_keys.has_reference(trainer) else ("policy",):
+    for role in ("policy", "ref") if has_reference(trainer) else ("policy",):
         place, overrides = _overrides(trainer, role)
         refusal = ""
         if trainer.strategy not in ("fsdp", "fsdp2", "megatron"):
@@ -42,11 +40,11 @@ def read_heads(config: Any, in_force: shared.IsInForce) -> list[Head]:
         elif not in_force(FEATURE, group):
             refusal = shared.NOT_IN_FORCE
         heads.append(shared.of_trainer(role, overrides, place, refusal))
-    if dtypes.started_elsewhere(engines):
+    if started_elsewhere(engines):
         refusal = "servers that SkyRL does not start keep the head that they were started with"
         return [*heads, Head("rollout", refusal=refusal)]
     backend = str(engines.backend)
-    sections = dtypes.overriding(engines) or {f"{INFERENCE}.engine_init_kwargs": {}}
+    sections = overriding(engines) or {f"{INFERENCE}.engine_init_kwargs": {}}
     heads += [shared.of_rollout(backend, values, section) for section, values in sections.items()]
     return heads
 
@@ -118,7 +116,7 @@ def make_provider(call: Call, model_config_kwargs: Any) -> Any:
     if marked:
 
         def change(chunks: Any) -> Any:
-            compute_megatrons(chunks, versioned("skyrl"), shared.SETTING)
+            compute_megatrons(chunks, versioned("skyrl"), SETTING)
             return chunks
 
         call.instance.provider.register_pre_wrap_hook(change)

@@ -12,17 +12,13 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, decide, seam, versioned, warn
-from precision_shim.scaling import Files, SaveAside
+from precision_shim.adapting import Call, decide, seam, warn
+from precision_shim.adapting.scaling import Files, SaveAside
 
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.autocast import autocast_in_fp16
-from ...torch_fp16.names import unscaled
-from .dtype_keys import mixed_dtypes
+from ..config import FSDP, find_unscaled, mixed_dtypes
 from .overflow import add_figures
-
-GROUP = "fsdp"
-"""The group of the seams on the FSDP workers."""
 
 CLIENT_KEY = "precision_shim_scaler"
 """The key of the scaler's state in a checkpoint's ``client_state``."""
@@ -34,7 +30,7 @@ _STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
 _WORKERS = "skyrl.backends.skyrl_train.workers.worker"
 _FP16: dict[str, Any] = {
     "feature": FEATURE,
-    "group": GROUP,
+    "group": FSDP,
     "delete_when": "SkyRL scales fp16 losses on FSDP",
 }
 """Arguments that all seams on the FSDP workers share."""
@@ -43,14 +39,6 @@ _FP16: dict[str, Any] = {
 def scaled_because(subject: str) -> str:
     """The reported reason for scaling a model's loss; ``subject`` is the model's config section."""
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
-
-
-def find_unscaled(config: Any, section: str = "fsdp_config") -> str:
-    """Return a warning if FSDP reduces gradients in fp16 although nothing scales the loss."""
-    computes, reduces = mixed_dtypes(config, section).values()
-    key = f"{section}.mixed_precision"
-    written = [f"{key}.reduce_dtype"] if reduces is torch.float16 else []
-    return unscaled(versioned("skyrl"), written, computes, f"{key}.param_dtype")
 
 
 def _is_fp16(strategy: Any) -> bool:
@@ -144,7 +132,7 @@ def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
         return call.proceed()
     from skyrl.backends.skyrl_train.utils.io.io import is_cloud_path
 
-    with SaveAside({} if is_cloud_path(ckpt_dir) else {"": ckpt_dir}, None) as aside:
+    with SaveAside({} if is_cloud_path(ckpt_dir) else {"": ckpt_dir}) as aside:
         place = aside.places.get("", ckpt_dir)
         record = training.record(_files(call.instance, place), aside.name)
         call.arguments["client_state"] = {**(client_state or {}), CLIENT_KEY: record}

@@ -1,8 +1,7 @@
-"""SkyRL on Megatron: read SkyRL's configs, and patch the functions that build a model."""
+"""SkyRL on Megatron: patch the functions that build a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -10,28 +9,23 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, Symbol, decide, in_force, look, seam, versioned, warn
-from precision_shim.auditing.automatic import tell_without_effect
-from precision_shim.precision.dtypes import CANONICAL, name_of, parse_dtype
-from precision_shim.precision.names import ALIASES
+from precision_shim.adapting.audit import tell_without_effect
+from precision_shim.adapting.dtypes import ALIASES, DTYPES, name_of
 
 from ... import megatron
-from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Build
+from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, Build
 from ...megatron.installed import fused_adam_support
 from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
-from ..config import KWARGS, written_bucket
-from .dtype_keys import not_read_by_megatron
+from .. import config as reader
 
-_MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
-_BUILDER = "megatron.bridge.models.model_provider:get_model"
 TRAIN = "skyrl.backends.skyrl_train"
 WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
-OPTIMIZER = f"{TRAIN}.distributed.megatron.optimizer:init_megatron_optim_config"
 _ONE_PLACE = "SkyRL decides bucket and optimizer states in one place"
 _OBEYED = "init_configs sets the provider's dtype from its bf16 argument"
 _PACKING = ("use_sample_packing", "remove_microbatch_padding")
 _HERE: dict[str, Any] = {"group": GROUP, "optional": True}
 _CONFIG: dict[str, Any] = {**_HERE, "aliases": (f"{WORKER}:init_megatron_optim_config",)}
-_OWN_NAMES = [name for name in (*CANONICAL, *ALIASES) if name.isidentifier()]
+_OWN_NAMES = [name for name in (*DTYPES, *ALIASES) if name.isidentifier()]
 
 
 def native_coercion(symbol: Symbol, settings: Any) -> str | None:
@@ -46,7 +40,7 @@ def native_coercion(symbol: Symbol, settings: Any) -> str | None:
 
 def coerces_itself() -> bool:
     """Whether SkyRL itself turns dtype names in ``optimizer_config_kwargs`` into dtypes."""
-    return native_coercion(look(OPTIMIZER), None) is not None
+    return native_coercion(look(reader.OPTIMIZER), None) is not None
 
 
 def takes_name(name: str) -> bool:
@@ -54,32 +48,9 @@ def takes_name(name: str) -> bool:
     return name.strip().lower() in _OWN_NAMES
 
 
-def _read_asked(optim_config: Any, kwargs: Any) -> dict[str, Any]:
-    """The OptimizerConfig fields of the user, and Adam's beta2."""
-    asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    if type(asked.get(PRECISION_AWARE)) is int:  # SkyRL's default, not the user's value
-        del asked[PRECISION_AWARE]
-    betas = getattr(optim_config, "adam_betas", None)
-    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # since SkyRL 0.3
-        asked.setdefault("adam_beta2", float(betas[1]))
-    return asked
-
-
-def _of_caller(optim_config: Any, kwargs: Any) -> megatron.RequestedConfig:
-    """Read settings for a caller that is no SkyRL worker; ``fp16`` in ``kwargs`` overrides bf16."""
-    asked = _read_asked(optim_config, kwargs)
-    flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
-    return megatron.RequestedConfig(
-        where=f"{versioned('skyrl')}, {KWARGS}",
-        asked=asked,
-        declared=torch.float16 if asked.get("fp16") else flagged,
-        optimizer=str(getattr(optim_config, "optimizer", "adam")),
-    )
-
-
 def of_worker(worker: Any, ddp_config: Any) -> megatron.RequestedConfig:
     """Read the settings for a worker's model; the worker must already have its model provider."""
-    return of_config(
+    return reader.read_requested(
         worker.cfg,
         _role(worker),
         ddp_config,
@@ -88,44 +59,12 @@ def of_worker(worker: Any, ddp_config: Any) -> megatron.RequestedConfig:
     )
 
 
-def of_config(
-    trainer: Any, role: str, ddp_config: Any, *, heads: int | None, adapters: bool = False
-) -> megatron.RequestedConfig:
-    """Read one model's settings from a trainer's config.
-
-    ``role`` is ``"policy"`` or ``"ref"``, ``heads`` the number of heads for multi-token prediction;
-    ``adapters``: whether the model's worker has a store of LoRA adapters.
-    """
-    config = getattr(trainer, role)
-    optim_config = getattr(config, "optimizer_config", None)
-    kwargs = config.megatron_config.optimizer_config_kwargs
-    asked = _read_asked(optim_config, kwargs)
-    blockers = []
-    if adapters:
-        blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
-    if heads and look(_MTP).found:
-        blockers.append("SkyRL clips a head for multi-token prediction by those masters")
-    return megatron.RequestedConfig(
-        where=f"{versioned('skyrl')}, {KWARGS}",
-        subject=role,
-        asked=asked,
-        declared=torch.bfloat16 if trainer.bf16 else torch.float32,
-        # Keep use_precision_aware_optimizer=True if the user wrote it; SkyRL may raise an error.
-        blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
-        optimizer=str(getattr(optim_config, "optimizer", "adam")),
-        bucket_in_fp32=written_bucket(ddp_config),
-        wrote=tuple(not_read_by_megatron(trainer, role)),
-        # Only a mapping, not SkyRL's dataclass, can have the key ``check_for_nan_in_grad``.
-        nan_check_written=isinstance(ddp_config, Mapping) and "check_for_nan_in_grad" in ddp_config,
-    )
-
-
 def _role(worker: Any) -> str:
     return "ref" if "Ref" in type(worker).__name__ else "policy"
 
 
 @seam(
-    OPTIMIZER,
+    reader.OPTIMIZER,
     DISPATCH,
     why="the one function that makes SkyRL's OptimizerConfig; it hard-codes bf16",
     delete_when="it is given the model's dtype",
@@ -133,7 +72,7 @@ def _role(worker: Any) -> str:
     **_CONFIG,
 )
 @seam(
-    OPTIMIZER,
+    reader.OPTIMIZER,
     "dtype-coercion",
     why="optimizer_config_kwargs reach Megatron as YAML wrote them, strings included",
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
@@ -143,7 +82,7 @@ def _role(worker: Any) -> str:
     **_CONFIG,
 )
 @seam(
-    OPTIMIZER,
+    reader.OPTIMIZER,
     SCALING,
     why="its kwargs are the one way to the scaler's fields",
     delete_when="SkyRL's optimizer config has fields for the loss scaler",
@@ -157,9 +96,9 @@ def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> An
     """
     build = megatron.current_build("skyrl")
     if build is None:
-        build = Build("skyrl", lambda: _of_caller(optim_config, optimizer_config_kwargs))
+        build = Build("skyrl", lambda: reader.of_caller(optim_config, optimizer_config_kwargs))
     plan = megatron.apply_plan(build)
-    call.arguments[KWARGS] = plan.fields
+    call.arguments[reader.KWARGS] = plan.fields
     made = call.proceed()
     megatron.keep_layout(plan, made)
     return made
@@ -221,7 +160,7 @@ def module_build(call: Call, ddp_config: Any, wrap_with_ddp: Any = True) -> Any:
     if not wrap_with_ddp and in_force("skyrl", "audit", GROUP):
         role, parameters = _role(worker), (one for chunk in chunks for one in chunk.parameters())
         held = {"params": {name_of(one.dtype) for one in parameters}}
-        tell_without_effect("skyrl", role, not_read_by_megatron(worker.cfg, role), held)
+        tell_without_effect("skyrl", role, reader.not_read_by_megatron(worker.cfg, role), held)
     return chunks
 
 
@@ -247,7 +186,7 @@ def note_flag(call: Call, bf16: Any) -> Any:
     finally:
         _flag.reset(token)
     worker = call.instance
-    dtype = dtype_of(worker.provider, flag.bf16)
+    dtype = reader.dtype_of(worker.provider, flag.bf16)
     if flag.over is not None:
         wanted = torch.bfloat16 if flag.bf16 else torch.float32
         own = "" if dtype is wanted else "transformer_config_kwargs go over "
@@ -256,18 +195,6 @@ def note_flag(call: Call, bf16: Any) -> Any:
     if dtype is torch.float32:
         _warn_of_attention(worker)
     return result
-
-
-def dtype_of(provider: Any, bf16: bool) -> torch.dtype:
-    """The dtype of the model that Megatron will build from a provider.
-
-    Megatron-Bridge 0.6 reads ``trainer.bf16`` again; before 0.6 it sets ``bf16`` if that is true.
-    """
-    if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
-        return torch.bfloat16 if bf16 else torch.float32
-    if provider.fp16:
-        return torch.float16
-    return torch.bfloat16 if provider.bf16 or bf16 else provider.params_dtype
 
 
 def _warn_of_attention(worker: Any) -> None:
@@ -312,37 +239,8 @@ def follow_flag(call: Call) -> Any:
     if flag is None:
         return provider
     before = provider.params_dtype
-    if _obey(provider, flag.bf16):
+    if reader.obey(provider, flag.bf16):
         flag.over = before
         if getattr(provider, "autocast_dtype", None) is before:
             provider.autocast_dtype = provider.params_dtype
-    return provider
-
-
-def _obey(provider: Any, bf16: bool) -> bool:
-    """Set a provider's dtype from ``trainer.bf16``; return whether it changes."""
-    if not (provider.fp16 if bf16 else provider.bf16):
-        return False
-    provider.params_dtype = torch.bfloat16 if bf16 else torch.float32
-    provider.bf16, provider.fp16 = bf16, False
-    return True
-
-
-def predicted_provider(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> Any:
-    """Predict ``bf16``, ``fp16`` and ``params_dtype`` of the model provider in a worker.
-
-    ``role`` is ``"policy"`` or ``"ref"``, ``checkpoint`` a canonical dtype name or empty;
-    ``obeyed``: whether ``follow_flag`` is in force in the worker.
-    """
-    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
-    provider = SimpleNamespace(
-        bf16=checkpoint == "bf16",
-        fp16=checkpoint == "fp16",
-        params_dtype=CANONICAL.get(checkpoint, torch.float32),
-    )
-    if obeyed:
-        _obey(provider, bool(trainer.bf16))
-    vars(provider).update({key: written[key] for key in ("fp16", "bf16") if key in written})
-    own = parse_dtype(str(written.get("params_dtype")))
-    provider.params_dtype = own or provider.params_dtype
     return provider

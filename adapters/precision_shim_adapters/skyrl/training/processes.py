@@ -1,35 +1,12 @@
-"""Pass the shim's variables and patched actor classes to SkyRL's other processes."""
+"""Make SkyRL's actor classes again with the shim's patches."""
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 from precision_shim.adapting import FEATURES, Call, seam
-from precision_shim.process.carriers import variables
 
 from ...common.ray_actors import make_again, plain_class
-
-
-@seam(
-    "skyrl.train.utils.utils:prepare_runtime_environment",
-    FEATURES,
-    group="ray",
-    why="forwards a fixed list of variables to the workers",
-    delete_when="it has a place for variables of others",
-    relies_on=("env_vars",),
-)
-def carry_variables(call: Call) -> Any:
-    """Add the shim's variables to the environment variables that a driver forwards to its workers.
-
-    Ray rejects a key that ``ray job submit`` has already set.
-    """
-    env_vars = call.proceed()
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    submitted = (job.get("runtime_env") or {}).get("env_vars") or {}
-    env_vars.update(variables(os.environ, leave_out={**submitted, **env_vars}))
-    return env_vars
 
 
 @seam(

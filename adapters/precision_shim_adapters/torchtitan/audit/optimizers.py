@@ -6,15 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import meters
-from precision_shim.auditing.automatic import watch
-from precision_shim.auditing.weight_audit import tell_asked
-from precision_shim.precision.agreement import ENGINE_NAMES
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.adapting.audit import meters, tell_asked, watch
+from precision_shim.adapting.dtypes import name_of, parse_dtype
+from precision_shim.adapting.rollouts import ENGINE_NAMES
 
 from ...torch_fp16 import ScaledTraining
-from ..config import written
-from ..rollout.dtypes import KEY
+from ..config import KEY, written
 from ..training.endpoints import remake
 from ..training.trainers import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, TRAINER
 

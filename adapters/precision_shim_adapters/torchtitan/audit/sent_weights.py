@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import weight_audit
+from precision_shim.adapting.audit import weight_audit
 
 from ..training.trainers import FRAMEWORK
 

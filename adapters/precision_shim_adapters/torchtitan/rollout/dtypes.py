@@ -11,19 +11,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, current_settings, decide, seam, versioned
-from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, Engine, compare
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.adapting import Call, Settings, current_settings, decide, seam, versioned
+from precision_shim.adapting.rollouts import AUTO, Head, compare
 
-from ...agreement.lm_head import report_heads
-from ...agreement.names import engine_name, write_key
-from ...agreement.report import FEATURE, report_engines
+from ...agreement.names import write_key
+from ...agreement.report import FEATURE, Sides, report_sides
+from ..config import engine_dtype_name, engines, generator_dtype_name
 from ..training.trainers import CONTROLLER, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 from . import lm_head
-
-KEY = "generator.model_dtype"
-TRAINER_KEY = "trainer.training.mixed_precision_param"
 
 _HERE: dict[str, Any] = {
     "feature": FEATURE,
@@ -39,40 +34,31 @@ def coerce_generator(config: Any) -> None:
     Raises:
         DtypeError: the name is unknown.
     """
-    config.model_dtype = _name(config.model_dtype, (AUTO,))
+    config.model_dtype = engine_dtype_name(config.model_dtype, (AUTO,))
 
 
-def generator_dtype_name(value: Any) -> Any:
-    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
+def read_sides(training: Any, model_dtype: Any, heads: Sequence[Head] = ()) -> Sides:
+    """Both sides of an RL job, without a trainer if the dtype of one side is not known.
 
-    Raises:
-        DtypeError: the name is unknown, or is ``auto``, which lets vLLM choose the dtype.
+    ``model_dtype`` is torchtitan's name of the generator's dtype.
     """
-    if isinstance(value, str) and value.strip().lower() == AUTO:
-        raise DtypeError(
-            f"{versioned(FRAMEWORK)}: {KEY}={value!r}: vLLM chooses the dtype in another process, "
-            "and the trainer has to know it to send the weights in it; allowed here: "
-            "float16/fp16/half, bfloat16/bf16, float32/fp32/float. Write the dtype that vLLM is to "
-            "generate in.",
-            key=KEY,
-        )
-    return _name(value, ())
+    found = engines(training, model_dtype)
+    trainer, others = (found[0], found[1:]) if found else (None, ())
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
 
 
-def _name(value: Any, also: Sequence[str]) -> Any:
-    if value is None or value == "":  # the weights are sent in the trainer's dtype
-        return value
-    return engine_name(value, KEY, versioned(FRAMEWORK), also)
+def read_job(config: Any, settings: Settings) -> Sides:
+    """Both sides of the job of a controller's config."""
+    # Trainer and generators have one LM head, which ``settings`` may ask for in fp32.
+    heads = lm_head.read_heads(config) if settings["head"] == "fp32" else ()
+    return read_sides(config.trainer.training, config.generator.model_dtype, heads)
 
 
-def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The dtypes of trainer and generator (torchtitan's name); ``None`` if either is not known."""
-    computes = parse_dtype(str(training.mixed_precision_param))
-    generates = parse_dtype(str(model_dtype))
-    if computes is None or generates is None:
-        return None
-    rollout = Engine("rollout", name_of(generates), KEY, model_dtype)
-    return Engine("policy", name_of(computes), TRAINER_KEY), rollout
+def _write(config: Any, key: str, value: object) -> None:
+    if key == lm_head.CONVERTER:
+        lm_head.write(config)
+    else:
+        write_key(config, key, value)
 
 
 @seam(
@@ -112,12 +98,7 @@ def build_controller(call: Call, config: Any) -> Any:
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
     coerce_generator(generator)
-    if current_settings()["head"] == "fp32":  # trainer and generators have one LM head
-        read = partial(lm_head.read_heads, config)
-        report_heads(versioned(FRAMEWORK), read, lambda *_: lm_head.write(config))
-    both = engines(config.trainer.training, generator.model_dtype)
-    if both is not None:
-        report_engines(versioned(FRAMEWORK), both[0], both[1:], partial(write_key, config))
+    report_sides(read_job(config, current_settings()), partial(_write, config))
     return call.proceed()
 
 
@@ -133,7 +114,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     if "generator_dtype" in call.arguments:
         call.arguments["generator_dtype"] = name
     call.proceed()
-    both = engines(config.training, name)
-    if both is not None:
-        verdict = compare(*both)
+    sides = read_sides(config.training, name)
+    if sides.trainer is not None:
+        verdict = compare(sides.trainer, *sides.others)
         decide(FRAMEWORK, "rollout", FEATURE, verdict.chosen, verdict.because)

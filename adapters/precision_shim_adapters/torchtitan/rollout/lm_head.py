@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.precision.lm_head import Head
+from precision_shim.adapting.dtypes import parse_dtype
+from precision_shim.adapting.rollouts import Head
 
 CONVERTER = "torchtitan.experiments.rl.models.cast_linear.LMHeadCastConverter"
 

@@ -13,17 +13,14 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, current_settings, seam, versioned, warn
+from precision_shim.adapting.scaling import LossScaler, states_of_no_step
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.scaling import LossScaler, states_of_no_step
 
 from ...torch_fp16 import FEATURE, ScaledTraining
-from ...torch_fp16.names import unscaled
 from ...torch_fp16.stepping import ScaledLoss
+from ..config import BECAUSE, find_unscaled, refuse_float16_states
 from . import attention
-from .trainers import BOTH, FRAMEWORK, SCALED, refuse_float16_states
-
-BECAUSE = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
+from .trainers import BOTH, FRAMEWORK, SCALED
 
 
 def make(trainer: Any, subject: str) -> ScaledTraining:
@@ -31,17 +28,6 @@ def make(trainer: Any, subject: str) -> ScaledTraining:
     refuse_float16_states(trainer.config.training)
     device = trainer.device.type
     return ScaledTraining.make(FRAMEWORK, subject, device=device, because=BECAUSE).keep(trainer)
-
-
-def find_unscaled(training: Any, place: str = "training") -> str:
-    """Return a warning if FSDP sums gradients in float16 although nothing scales the loss."""
-    sums = parse_dtype(str(training.mixed_precision_reduce))
-    written = [f"{place}.mixed_precision_reduce"] if sums is torch.float16 else []
-    computes, key = (
-        parse_dtype(str(training.mixed_precision_param)),
-        f"{place}.mixed_precision_param",
-    )
-    return unscaled(versioned(FRAMEWORK), written, computes, key)
 
 
 def tell_unscaled(training: Any, place: str = "training") -> None:

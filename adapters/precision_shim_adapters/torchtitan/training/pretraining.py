@@ -9,8 +9,9 @@ import torch
 from precision_shim.adapting import Call, in_force, seam, versioned, warn
 
 from ...torch_fp16 import FEATURE, ScaledTraining
+from ..config import computes_in_float16
 from .loss_scaling import leave, make, ready, scale_innermost, tell_unscaled
-from .trainers import FRAMEWORK, METRICS, ON_PRETRAINING, SCALED, TRAINER, computes_in_float16
+from .trainers import FRAMEWORK, METRICS, ON_PRETRAINING, SCALED, TRAINER
 
 _LOOP = (
     "train_step",

@@ -15,9 +15,10 @@ import torch
 from precision_shim.adapting import Call, in_force, seam
 
 from ...torch_fp16 import FEATURE, ScaledTraining
+from ..config import computes_in_float16
 from .endpoints import UNSCALES, remake
 from .loss_scaling import leave, make, ready, scale_innermost, tell_unscaled
-from .trainers import FRAMEWORK, ON_RL, POLICY, RL, SCALED, computes_in_float16
+from .trainers import FRAMEWORK, ON_RL, POLICY, RL, SCALED
 
 _NORM = "trainer/grad_norm/mean"
 

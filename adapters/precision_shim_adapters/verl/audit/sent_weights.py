@@ -14,13 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from precision_shim.adapting import Call, at_uninstall, seam
-from precision_shim.auditing import weight_audit
+from precision_shim.adapting.audit import weight_audit
 from precision_shim.errors import DtypeError
 
+from ..config import AUTOMODEL, MEGATRON, ROLLOUT, SHARDED, TITAN, VEOMNI
 from ..rollout import dtypes, weight_sync
-from ..training.engines import AUTOMODEL, TITAN, VEOMNI
-from ..training.fsdp import SHARDED
-from ..training.megatron import ENGINE
 
 FEATURE, SENT = "audit", "weights audit"
 LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
@@ -38,7 +36,7 @@ _legacy: list[str] = []
 def _tell_asked(worker: Any) -> None:
     """Record the configured dtype of a worker's rollout, for the audit."""
     with suppress(DtypeError):  # ``rollout-agreement`` has reported a wrong dtype
-        asked = dtypes.asked_dtype(worker.config.rollout, dtypes.ROLLOUT)
+        asked = dtypes.asked_dtype(worker.config.rollout, ROLLOUT)
         weight_audit.tell_asked("verl", *asked)
 
 
@@ -63,7 +61,9 @@ def know_rollout(call: Call) -> Any:
 
 @seam(
     feature=FEATURE,
-    at=[f"{engine}.get_per_tensor_param" for engine in (SHARDED, ENGINE, VEOMNI, AUTOMODEL, TITAN)],
+    at=[
+        f"{engine}.get_per_tensor_param" for engine in (SHARDED, MEGATRON, VEOMNI, AUTOMODEL, TITAN)
+    ],
     group=SENT,
     why="returns the weights that are sent, unstarted",
     delete_when=_DELETE,

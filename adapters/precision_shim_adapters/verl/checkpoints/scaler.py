@@ -14,14 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from precision_shim import scaling
 from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
-from precision_shim.precision.scaler_record import FILE_NAME
+from precision_shim.adapting.scaling import FILE_NAME, Files
 
 from ... import torch_fp16
-from ...torch_fp16.files import saved_aside
-from ..training.engines import VEOMNI, on
-from ..training.fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
+from ..config import SHARDED, VEOMNI
+from ..training.engines import on
+from ..training.fsdp import ON_ENGINE, ON_LEGACY, no_legacy_workers, training_of
 
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
@@ -62,7 +61,7 @@ def save(call: Call, local_path: Any) -> Any:
     contents = manager.checkpoint_save_contents
     if training is None or not _goes_with(manager, local_path, contents):
         return call.proceed()
-    with saved_aside(training, local_path, {"": local_path}) as aside:
+    with training.saved_aside(local_path, {"": local_path}) as aside:
         call.arguments["local_path"] = aside[""]
         result = call.proceed()
         # verl removes old checkpoints by this list
@@ -93,7 +92,7 @@ def _find_manager(instance: Any) -> tuple[Any, torch_fp16.ScaledTraining | None]
     return instance, torch_fp16.ScaledTraining.of(instance.optimizer)
 
 
-def _files(manager: Any, path: str, loaded: Any = ()) -> scaling.Files:
+def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
     """This rank's checkpoint files; for a remote checkpoint, the local copies that verl loaded."""
     from verl.utils.fs import copy_to_local, is_non_local
 

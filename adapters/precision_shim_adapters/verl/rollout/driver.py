@@ -8,21 +8,17 @@ dtypes again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, current_settings, decide, in_force, seam, versioned
-from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.adapting import Call, current_settings, in_force, seam, versioned
 
-from ...agreement.lm_head import report_heads
 from ...agreement.names import engine_name
-from ...agreement.report import FEATURE, report_engines
+from ...agreement.report import FEATURE, report_sides
 from ...common.omegaconf_values import plain
-from ..training import fsdp
+from ..config import WORKERS
 from . import dtypes, weight_sync
-from .lm_head import read_heads
 
 GROUP = "rollout"
 _PROGRAMS = (
@@ -92,25 +88,12 @@ def compare_engines(call: Call, config: Any) -> Any:
     """
     if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
         found = plain(config, dtypes.SECTIONS)
-        dtypes.check_names(found)
-        job = _report(found, partial(write_key, config))
-        if job is not None and job.trainer is None:
-            decide("verl", "rollout", FEATURE, *dtypes.unknown_engine(job))
-        elif job is not None:
-            rollout = found["actor_rollout_ref"]["rollout"]
-            refusal, fatal = weight_sync.refuses_delta(rollout, job.strategy)
-            if refusal and (fatal or current_settings().strict):
-                raise UnsupportedPrecisionError(refusal)
+        sides = dtypes.read_sides(found, partial(in_force, "verl"))
+        if sides is not None:
+            report_sides(sides, partial(write_key, config))
+            if sides.trainer is not None:
+                weight_sync.report_delta(found["actor_rollout_ref"])
     return call.proceed()
-
-
-def _report(config: Mapping[str, Any], write: Any = None) -> dtypes.VerlEngines | None:
-    job, where = dtypes.read_sides(config), versioned("verl")
-    if job is not None:
-        report_heads(where, partial(read_heads, config, partial(in_force, "verl")), write)
-        if job.trainer is not None:
-            report_engines(where, job.trainer, job.others, write)
-    return job
 
 
 @seam(
@@ -134,8 +117,11 @@ def compare_in_worker(call: Call) -> Any:
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
         trains_by_engine = type(worker).__module__.endswith(_WORKERS[0])
-        trainer = {fsdp.WORKERS: "disable"} if trains_by_engine else {}
-        _report({"actor_rollout_ref": plain(worker.config), "trainer": trainer})
+        trainer = {WORKERS: "disable"} if trains_by_engine else {}
+        config = {"actor_rollout_ref": plain(worker.config), "trainer": trainer}
+        sides = dtypes.read_sides(config, partial(in_force, "verl"))
+        if sides is not None:
+            report_sides(sides)
     return call.proceed()
 
 

@@ -10,35 +10,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
-from precision_shim.precision.lm_head import Head
+from precision_shim.adapting.rollouts import SETTING, Head
 
 from ...agreement import lm_head as fp32_head
 from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
-from ..training import fsdp
-from ..training.megatron import ENGINE
+from ..config import MEGATRON, PPO, ROLLOUT, SHARDED, ModelConfig, of_ppo
 
 GROUP = "LM head"
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = f"{PPO}.model"
 
 
 def read_heads(config: Mapping[str, Any], in_force: fp32_head.IsInForce) -> list[Head]:
     """Describe the LM heads of a PPO job (config as plain data): actor, reference, rollout."""
-    shared = config["actor_rollout_ref"]
-    model, rollout = shared.get("model") or {}, shared["rollout"]
-    legacy = fsdp.group_of((config.get("trainer") or {}).get(fsdp.WORKERS)) == fsdp.LEGACY
-    heads = []
-    for subject in ("actor", "ref"):  # a reference model is the actor's model with other weights
-        role = shared.get(subject) or {}
-        strategy = str(role.get("strategy") or shared["actor"].get("strategy") or "fsdp")
-        place, overrides = _overrides(model, nested=legacy and strategy == "megatron")
-        group = f"Megatron {GROUP}" if strategy == "megatron" else GROUP
-        group = f"legacy {group}" if legacy else group
-        refusal = _refuses(model, role, strategy, subject)
+    rollout, heads = config[PPO]["rollout"], []
+    for one in of_ppo(config)[:2]:  # a reference model is the actor's model with other weights
+        model, on_megatron = one.model, one.strategy == "megatron"
+        place, overrides = _overrides(model, nested=one.legacy and on_megatron)
+        group = f"Megatron {GROUP}" if on_megatron else GROUP
+        group = f"legacy {group}" if one.legacy else group
+        refusal = _refuses(one)
         if not refusal and not in_force(FEATURE, group):
             refusal = fp32_head.NOT_IN_FORCE
-        heads.append(fp32_head.of_trainer(subject, overrides, place, refusal))
+        heads.append(fp32_head.of_trainer(one.subject, overrides, place, refusal))
     backend, section = str(rollout.get("name") or ""), rollout.get("engine_kwargs") or {}
     qat = (rollout.get("qat") or {}).get("enable")
     quantised = "qat" if qat else "quantization" if rollout.get("quantization") else ""
@@ -69,14 +63,15 @@ def _overrides(model: Mapping[str, Any], *, nested: bool) -> tuple[str, object]:
     return place, overrides
 
 
-def _refuses(model: Mapping[str, Any], role: Mapping[str, Any], strategy: str, subject: str) -> str:
-    if strategy not in ("fsdp", "fsdp2", "megatron"):
-        return f"the shim does not change the LM head of verl's {strategy} engine"
-    for section, place in ((model, MODEL), (role, f"actor_rollout_ref.{subject}")):
+def _refuses(one: ModelConfig) -> str:
+    model, on_megatron = one.model, one.strategy == "megatron"
+    if not one.sharded and not on_megatron:
+        return f"the shim does not change the LM head of verl's {one.strategy} engine"
+    for section, place in ((model, MODEL), (one.role, one.role_key)):
         if section.get("use_fused_kernels"):
             return f"{place}.use_fused_kernels multiplies in the model's dtype, set it to False"
-    if strategy == "megatron" and (role.get("megatron") or {}).get("use_megatron_fsdp"):
-        key = f"actor_rollout_ref.{subject}.megatron.use_megatron_fsdp"
+    if on_megatron and one.get("use_megatron_fsdp"):
+        key = f"{one.engine_key}.use_megatron_fsdp"
         return f"{key}: Megatron-FSDP owns the LM head's weight"
     targets = (model.get("target_modules"), (model.get("lora") or {}).get("target_modules"))
     if fp32_head.names_head(*targets):
@@ -98,19 +93,19 @@ def _compute_in_fp32(model: Any, overrides: Any, hf_config: Any) -> None:
         vars(model.config).pop(fp32_head.FIELD, None)
         fp32_head.compute_in_fp32(model, versioned("verl"))
     else:
-        compute_megatrons(model, versioned("verl"), fp32_head.SETTING)
+        compute_megatrons(model, versioned("verl"), SETTING)
 
 
 @seam(
     feature=FEATURE,
     at=[
         {
-            "target": f"{fsdp.SHARDED}._build_module",
+            "target": f"{SHARDED}._build_module",
             "group": GROUP,
             "why": "returns the Hugging Face model before LoRA and FSDP wrap it",
         },
         {
-            "target": f"{ENGINE}._build_megatron_module",
+            "target": f"{MEGATRON}._build_megatron_module",
             "group": f"Megatron {GROUP}",
             "why": "returns the model chunks before the optimizer is built",
         },

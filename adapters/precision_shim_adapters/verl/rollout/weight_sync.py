@@ -24,15 +24,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
-from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
+from precision_shim.adapting import (
+    Call,
+    Decision,
+    Findings,
+    Problem,
+    decide,
+    look,
+    report,
+    seam,
+    versioned,
+    warn,
+)
+from precision_shim.adapting.rollouts import AUTO
 from precision_shim.errors import UnsupportedPrecisionError
-from precision_shim.precision.agreement import AUTO
 
 from ...agreement.names import engine_name
 from ...agreement.report import FEATURE
-from ..training.engines import TITAN
-from ..training.fsdp import SHARDED
-from .dtypes import ROLLOUT, asked_dtype
+from ..config import ROLLOUT, SHARDED, TITAN
+from .dtypes import asked_dtype
 
 FSDP, TITANS, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
 """Groups of seams: one for each engine that rounds weights, one for verl's checkpoint engines."""
@@ -163,13 +173,13 @@ def _left(engine: Any, result: Any, reason: str = "") -> Any:
     name, key = _asked[engine]
     message = (
         f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
-        f": {reason}, so the shim leaves verl's weight sync as it is. Write {key}=bfloat16 and "
-        "train in bf16."
+        f": {reason}, so the shim leaves verl's weight sync as it is"
     )
-    if current_settings().strict:
-        raise UnsupportedPrecisionError(message)
-    warn(message)
-    decide("verl", _SUBJECT, FEATURE, "left as verl sends them, rounded to bf16", reason)
+    chosen = "left as verl sends them, rounded to bf16"
+    decided = Decision("verl", _SUBJECT, FEATURE, chosen, reason)
+    remedy = f"Write {key}=bfloat16 and train in bf16."
+    problem = Problem("rollout-dtype", "rollout", key, message, remedy)
+    report(Findings((decided,), (problem,)))
     return result
 
 
@@ -216,7 +226,7 @@ def _with_experts(
 
 def _merged(engine: Any, dtype: torch.dtype) -> Weights:
     """Merge LoRA into the weights, and yield the merged weights, as verl's generator does."""
-    verl: Any = importlib.import_module(SHARDED.partition(":")[0])
+    verl: Any = importlib.import_module(str(SHARDED).partition(":")[0])
     module, device = engine.module, verl.get_device_id()
     inner = getattr(module, "_fsdp_wrapped_module", module)
     try:
@@ -254,16 +264,11 @@ def checkpoint_engine(call: Call) -> Any:
     worker = call.instance
     if "actor" not in worker.role:
         return call.proceed()
-    rollout, strategy = worker.config.rollout, str(worker.config.actor.get("strategy"))
-    refusal, fatal = refuses_delta(rollout, strategy)
-    if refusal and (fatal or current_settings().strict):
-        raise UnsupportedPrecisionError(refusal)
-    if refusal:
-        warn(refusal)
+    rollout, refused = worker.config.rollout, report_delta(worker.config)
     result = call.proceed()
     sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
     if delta or rounds_weights(sender):
-        name = "" if refusal else _set_dtype(sender, rollout)
+        name = "" if refused else _set_dtype(sender, rollout)
         if delta and name:
             _deltas[worker.actor.engine] = name
     return result
@@ -300,35 +305,51 @@ def _shards(
         yield name, own.reshape(-1), spec.from_param(param)
 
 
-def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
-    """Why the delta checkpoint engine cannot send a rollout's dtype; empty if it can.
+def report_delta(config: Any) -> bool:
+    """Report whether the delta checkpoint engine refuses a rollout's dtype, and return it.
 
-    The second item of the result: whether the job must end even without strict mode. ``strategy``
-    is ``actor_rollout_ref.actor.strategy``.
+    Raises:
+        DtypeError: no engine computes in the rollout's dtype.
+        UnsupportedPrecisionError: the engine refuses the dtype, and the rollout is vLLM, or strict
+            mode is on.
+    """
+    findings = judge_delta(config)
+    if findings.problems and config["rollout"].get("name") == "vllm":
+        raise UnsupportedPrecisionError(str(findings.problems[0]))
+    report(findings)
+    return bool(findings.problems)
+
+
+def judge_delta(config: Any) -> Findings:
+    """Find out whether the delta checkpoint engine can send weights in the rollout's dtype.
+
+    ``config`` is the section ``actor_rollout_ref``.
 
     Raises:
         DtypeError: no engine computes in the rollout's dtype.
     """
+    rollout, strategy = config["rollout"], str(config["actor"].get("strategy") or "fsdp")
     name, key = asked_dtype(rollout, ROLLOUT)
     engine = rollout.get("name")
     if _backend(rollout) != DELTA or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
-        return "", False
+        return Findings()
     vllm = engine == "vllm"
     # verl before 0.9.1 itself refuses the delta engine with vLLM
     known = look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found
     if not known if vllm else strategy in ("fsdp", "fsdp2"):
-        return "", False
+        return Findings()
     what = (
         "verl's receiver in vLLM takes no other dtype than bfloat16"
         if vllm
         else f"with actor.strategy={strategy} verl sends every weight rounded to bf16"
     )
-    message = (
-        f"{versioned('verl')}: {ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
-        f": {what}. Write {key}=bfloat16 and train in bf16, or choose another backend, such as "
-        f"{ROLLOUT}.checkpoint_engine.backend=nccl."
+    backend = f"{ROLLOUT}.checkpoint_engine.backend"
+    message = f"{versioned('verl')}: {backend}=delta_sharded with {key}={name}: {what}"
+    remedy = (
+        f"Write {key}=bfloat16 and train in bf16, or choose another backend, such as "
+        f"{backend}=nccl."
     )
-    return message, vllm
+    return Findings(problems=(Problem("rollout-dtype", "rollout", backend, message, remedy),))
 
 
 def _set_dtype(engine: Any, rollout: Any) -> str:

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, decide, seam, versioned, warn
-from precision_shim.errors import DtypeError
-from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.adapting.dtypes import parse_dtype
 
 from ...torch_fp16 import FEATURE
-from .engines import AUTOMODEL, is_fp16, on, scale, tell_unscaled
-from .fsdp import read_key, training_of
-
-BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
-
-_DEFAULT = "bf16"
-"""verl's default of ``mp_output_dtype``, in verl's dataclass and in verl's YAML."""
+from ..config import AUTOMODEL, is_fp16, of_section
+from .engines import on, scale
+from .fsdp import tell_unscaled, training_of
 
 _OPTIMIZER = "optim"
 """Directory in Automodel's checkpoint for the optimizer's files and the scaler's file."""
-
-
-def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Refuse settings that do not allow float16, if ``mp_param_dtype`` is float16.
-
-    ``section`` is the config's key, for error messages.
-
-    Raises:
-        DtypeError: no mixed-precision policy, parameters in float16, or an output in bfloat16.
-    """
-    get = functools.partial(read_key, config)
-
-    def refuse(key: str, why: str, allowed: str, instead: str) -> None:
-        raise DtypeError(
-            f"{versioned('verl')}: {section}.{key}={get(key)!r} beside {section}.mp_param_dtype="
-            f"{get('mp_param_dtype')!r}: {why}; allowed: {allowed}. Set {section}.{key}={instead}.",
-            key=f"{section}.{key}",
-        )
-
-    if get("distributed_strategy") != "fsdp2":
-        refuse("distributed_strategy", "it takes no mp_param_dtype", "fsdp2", "fsdp2")
-    if is_fp16(get("model_dtype")):
-        why = "it puts parameters and optimizer states into float16, where AdamW's eps of 1e-8 is 0"
-        refuse("model_dtype", why, "fp32, bf16", "fp32")
-    output = str(get("mp_output_dtype"))
-    if not is_fp16(output) and output not in (_DEFAULT, "fp32", "float32", "32"):
-        why = "torch refuses to combine bfloat16 outputs with float16 in one autocast"
-        refuse("mp_output_dtype", why, "fp16, fp32", "fp16")
 
 
 @seam(
@@ -64,18 +30,18 @@ def check(call: Call, engine_config: Any) -> Any:
     """Refuse settings that do not allow float16; replace the default output dtype, bf16, by fp16.
 
     Raises:
-        DtypeError: see ``check_fp16``.
+        DtypeError: no mixed-precision policy, parameters in float16, or an output in bfloat16.
     """
     if is_fp16(engine_config.mp_param_dtype):
-        check_fp16(engine_config)
-        if engine_config.mp_output_dtype == _DEFAULT:
+        of_section(engine_config, "engine_config").check_fp16()
+        if engine_config.mp_output_dtype == "bf16":  # verl's default
             call.arguments["engine_config"] = dataclasses.replace(
                 engine_config, mp_output_dtype="fp16"
             )
             why = "it follows mp_param_dtype; verl's default, bf16, fails in the autocast"
             decide("verl", "Automodel engine", FEATURE, "mp_output_dtype=fp16", why)
     else:
-        tell_unscaled(engine_config, parse_dtype(str(engine_config.mp_param_dtype)))
+        tell_unscaled(of_section(engine_config), parse_dtype(str(engine_config.mp_param_dtype)))
     return call.proceed()
 
 
@@ -95,7 +61,7 @@ def build(call: Call) -> Any:
         from ...torch_fp16.autocast import autocast_in_fp16
 
         autocast_in_fp16(engine.module, get_device_name())
-        scale(engine, BECAUSE)
+        scale(engine, AUTOMODEL.because)
     if engine.optimizer is not None:
         tell_rounded_weights(engine)
     return result
@@ -133,12 +99,11 @@ def save(call: Call, local_path: Any) -> Any:
     training, optimizer = training_of(call.instance), call.instance.optimizer
     if training is None or not training.drives:
         return call.proceed()
-    from ...torch_fp16.files import saved_aside
     from ...torch_fp16.states import make_missing_states
 
     make_missing_states(optimizer)
     place = os.path.join(local_path, _OPTIMIZER)
-    with saved_aside(training, place, {"../": local_path}) as aside:
+    with training.saved_aside(place, {"../": local_path}) as aside:
         call.arguments["local_path"] = aside["../"]
         return call.proceed()
 
@@ -154,7 +119,7 @@ def load(call: Call, local_path: Any) -> Any:
     result = call.proceed()
     training = training_of(call.instance)
     if training is not None and training.drives:
-        from ...torch_fp16.files import files_of_rank
+        from precision_shim.adapting.scaling import files_of_rank
 
         place = os.path.join(local_path, _OPTIMIZER)
         training.restore(place, files_of_rank({"": place, "../": local_path}))

@@ -12,8 +12,9 @@ from typing import Any
 from precision_shim.adapting import Call, Symbol, seam
 
 from ... import torch_fp16
+from ..config import ACTOR, AUTOMODEL, CRITIC, SHARDED, TITAN, TURBO, VEOMNI, subject_of
 from . import fsdp
-from .engines import AUTOMODEL, TITAN, TURBO, VEOMNI, on
+from .engines import on
 from .fsdp import inside, training_of
 
 
@@ -23,7 +24,7 @@ def native_loop(symbol: Symbol, settings: Any) -> str | None:
 
 
 @seam(
-    f"{fsdp.SHARDED}.forward_backward_batch",
+    f"{SHARDED}.forward_backward_batch",
     why="0.7.1's loop knows no scaler: its loss comes from this argument",
     delete_when="verl >= 0.8 is the oldest in use",
     relies_on=("backward",),
@@ -51,13 +52,13 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
 
 
 @seam(
-    f"{fsdp.ACTOR}.update_policy",
+    f"{ACTOR}.update_policy",
     why="its dict of metrics",
     relies_on=("scaler", "actor_optimizer"),
     **fsdp.ON_LEGACY,
 )
 @seam(
-    f"{fsdp.CRITIC}.update_critic",
+    f"{CRITIC}.update_critic",
     why="tells whose loss is being made; its dict of metrics",
     relies_on=("compute_value_loss", "backward", "_optimizer_step"),
     **fsdp.ON_LEGACY,
@@ -70,7 +71,7 @@ def update(call: Call) -> Any:
         return call.proceed()
     with training.in_progress():
         result = call.proceed()
-    result.update(training.metrics(f"{fsdp.subject_of(call.instance)}/"))
+    result.update(training.metrics(f"{subject_of(call.instance)}/"))
     return result
 
 
@@ -90,7 +91,7 @@ def scale_value_loss(call: Call) -> Any:
 
 
 @seam(
-    f"{fsdp.SHARDED}.optimizer_step",
+    f"{SHARDED}.optimizer_step",
     why="a skipped step has grad norm NaN; around 0.7.1's, which unscales nothing, the rest of the "
     "scaler's work",
     delete_when="verl reports skipped steps",
@@ -98,13 +99,13 @@ def scale_value_loss(call: Call) -> Any:
     **fsdp.ON_ENGINE,
 )
 @seam(
-    f"{fsdp.ACTOR}._optimizer_step",
+    f"{ACTOR}._optimizer_step",
     why="a skipped step has grad norm NaN",
     relies_on=("scaler", "actor_optimizer"),
     **fsdp.ON_LEGACY,
 )
 @seam(
-    f"{fsdp.CRITIC}._optimizer_step",
+    f"{CRITIC}._optimizer_step",
     why="unscale before its clipping, update after its step",
     relies_on=("critic_optimizer", "isfinite"),
     **fsdp.ON_LEGACY,

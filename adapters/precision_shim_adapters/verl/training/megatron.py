@@ -1,41 +1,32 @@
-"""Read verl's configs for Megatron, and patch the functions in which verl builds a model."""
+"""Patch the functions in which verl builds a model on Megatron."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import wrapt
 
-from precision_shim.adapting import (
-    Call,
-    Seam,
-    Settings,
-    Symbol,
-    current_settings,
-    look,
-    seam,
-    versioned,
-)
-from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
-from precision_shim.precision.effect import Written
-from precision_shim.seams import definition
+from precision_shim.adapting import Call, Seam, Settings, Symbol, current_settings, look, seam
+from precision_shim.adapting.dtypes import name_of, parse_dtype
 
 from ... import megatron
-from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS, ROWS
-from ...megatron.policy.requested import SETS
-from ...megatron.policy.switches import read_switch
-from .fsdp import read_key
+from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
+from ..config import (
+    CONFIG,
+    FIELDS,
+    MEGATRON,
+    OVERRIDES,
+    of_engine,
+    read_field,
+    read_key,
+    read_requested,
+)
 
-_KEY = "override_optimizer_config"
 PULL = "https://github.com/verl-project/verl/pull/6526"
 _ALIGNED = "https://github.com/verl-project/verl/pull/7485"
-CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
-ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngine"
 LEGACY = "verl.workers.megatron_workers"
-_FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
@@ -66,114 +57,6 @@ def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
     )
 
 
-def has_fields() -> bool:
-    """Whether verl's ``init_megatron_optim_config`` reads fields for the states' dtypes (0.9)."""
-    return "bf16" in look(CONFIG).parameters
-
-
-def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
-    """Read verl 0.9's fields for the states' dtypes, and convert dtype names to dtypes.
-
-    Before 0.9, the user wrote every such field. From 0.9, ``use_precision_aware_optimizer`` has the
-    default ``False``, which does not count as the user's choice.
-    """
-    if fields and not read_key(optim_config, megatron.PRECISION_AWARE):
-        return {}
-    found: dict[str, Any] = {}
-    for key in PRECISION_AWARE_FIELDS:
-        value = read_key(optim_config, key)
-        if value is not None:
-            found[key] = _read_field(key, value)
-    return found
-
-
-def _read_field(key: str, value: Any) -> Any:
-    read = read_switch if key == megatron.PRECISION_AWARE else coerce_dtype
-    return read(value, key=f"optim.{key}", where=versioned("verl"))
-
-
-def own_spellings() -> tuple[str, ...]:
-    """The dtype names that verl's own fields for the states' dtypes take; empty before 0.9."""
-    check = definition(_FIELDS.replace("__init__", "__post_init__"))
-    sets = (node for node in ast.walk(check.node) if isinstance(node, ast.Set)) if check else ()
-    named = (tuple(sorted(ast.literal_eval(node))) for node in sets)
-    return next((names for names in named if "fp32" in names), ())
-
-
-def _written(optim_config: Any, place: str) -> Iterator[Written]:
-    """Yield verl's own fields for the states' dtypes that differ from verl's default, fp32."""
-    aware = bool(read_key(optim_config, megatron.PRECISION_AWARE))
-    offloads = (read_key(optim_config, _KEY) or {}).get("optimizer_cpu_offload")
-    for key in PRECISION_AWARE_FIELDS[1:]:
-        value = read_key(optim_config, key)
-        if value is not None and parse_dtype(str(value)) is not torch.float32:
-            # verl reads the fields for bf16 models only
-            needs = f"{_KEY}.{key}={value}" if aware else f"{megatron.PRECISION_AWARE}=true"
-            if offloads and aware:
-                needs = f"{_KEY}.optimizer_cpu_offload=False"
-            yield Written(f"{place}.{key}", value, SETS[key], f"{place}.{needs}")
-
-
-def read_requested(
-    optim_config: Any,
-    ddp_config: Mapping[str, Any] | None = None,
-    *,
-    place: str = "optim",
-    **known: Any,
-) -> megatron.RequestedConfig:
-    """Read a model's settings from verl's configs; ``known`` are further fields of the result.
-
-    ``place`` is the config's key of ``optim_config``.
-    """
-    written, fields = ddp_config or {}, has_fields()
-    overrides = read_key(optim_config, _KEY) or {}
-    return megatron.RequestedConfig(
-        where=f"{versioned('verl')}, {_KEY}",
-        asked={str(key): overrides[key] for key in overrides},
-        auto="as-configured" if fields else "guarded",
-        # verl itself sets these fields for an fp16 model
-        native={torch.float16: ROWS[torch.float16]},
-        opt_in=_opt_in(optim_config, fields),
-        reads_opt_in=fields,
-        optimizer=str(read_key(optim_config, "optimizer", "adam")),
-        bucket_in_fp32=(
-            bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
-        ),
-        nan_check_written="check_for_nan_in_grad" in written,
-        wrote=tuple(_written(optim_config, place)),
-        **known,
-    )
-
-
-def of_engine(engine: Any) -> megatron.RequestedConfig:
-    """Read a model's settings from an engine that has already read its configs."""
-    return of_configs(
-        engine.engine_config,
-        engine.optimizer_config,
-        subject="critic" if getattr(engine, "is_value_model", False) else "actor",
-        declared=getattr(engine, "param_dtype", None),
-    )
-
-
-def of_configs(config: Any, optim_config: Any, **known: Any) -> megatron.RequestedConfig:
-    """Read a model's settings from its engine's config; ``known`` are further fields."""
-    blockers = []
-    if read_key(config, "use_megatron_fsdp", False):
-        blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
-    if read_key(optim_config, "use_layer_wise_distributed_optimizer", False):
-        blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
-    return read_requested(
-        optim_config,
-        # In 0.9 and later the engine itself adds grad_reduce_in_fp32 to the DDP's config, so read
-        # the user's own config.
-        read_key(config, "override_ddp_config"),
-        blockers=tuple(blockers),
-        # mbridge's DDP turns the distributed optimizer on, regardless of verl's config (0.7.1).
-        distributed=bool(read_key(config, "use_distributed_optimizer", True)),
-        **known,
-    )
-
-
 class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
@@ -189,10 +72,10 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return dict(self._self_overrides)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key == _KEY else read_key(self.__wrapped__, key, default)
+        return self[key] if key == OVERRIDES else read_key(self.__wrapped__, key, default)
 
     def __getitem__(self, key: str) -> Any:
-        return dict(self._self_overrides) if key == _KEY else self.__wrapped__[key]
+        return dict(self._self_overrides) if key == OVERRIDES else self.__wrapped__[key]
 
 
 @seam(
@@ -256,7 +139,7 @@ def configure(
 
 
 @seam(
-    _FIELDS,
+    FIELDS,
     megatron.DISPATCH,
     group="megatron",
     why="brings the fields of verl 0.9's opt-in to versions whose config lacks them",
@@ -269,7 +152,7 @@ def configure(
 def accept_fields(call: Call) -> Any:
     """Accept verl 0.9's fields for the states' dtypes if verl's dataclass lacks them."""
     extra = {
-        key: _read_field(key, call.arguments.pop(key))
+        key: read_field(key, call.arguments.pop(key))
         for key in PRECISION_AWARE_FIELDS
         if key in call.arguments
     }
@@ -281,7 +164,7 @@ def accept_fields(call: Call) -> Any:
 
 
 @seam(
-    _FIELDS,
+    FIELDS,
     "dtype-coercion",
     group="megatron",
     why="verl's fields know five spellings; the others end in an AssertionError",
@@ -293,7 +176,7 @@ def spell_fields(call: Call) -> Any:
     """Replace dtype names in the fields for the states' dtypes by spellings that verl accepts."""
     aware = megatron.PRECISION_AWARE
     if aware in call.arguments:
-        call.arguments[aware] = _read_field(aware, call.arguments[aware])
+        call.arguments[aware] = read_field(aware, call.arguments[aware])
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value
@@ -303,7 +186,7 @@ def spell_fields(call: Call) -> Any:
 
 
 @seam(
-    f"{ENGINE}.initialize",
+    f"{MEGATRON}.initialize",
     megatron.BUILDING,
     group="megatron",
     why="the engine around both decisions; knows dtype, optimizer and DDP config",
@@ -390,7 +273,7 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
 
 
 NATIVE = Seam(
-    target=f"{ENGINE}._resolve_override_ddp_config",
+    target=f"{MEGATRON}._resolve_override_ddp_config",
     feature=megatron.ALIGNMENT,
     wrapper=None,
     group="native",

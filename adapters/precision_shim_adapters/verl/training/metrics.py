@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import meters
+from precision_shim.adapting.audit import meters
 
 from ... import megatron
 from ...torch_fp16 import FEATURE

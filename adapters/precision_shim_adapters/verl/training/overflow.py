@@ -12,12 +12,12 @@ from typing import Any
 from precision_shim.adapting import Call, seam
 
 from ...megatron import SCALING, metrics, skipping
-from .fsdp import optimizer_of, subject_of
-from .megatron import ENGINE
+from ..config import MEGATRON, subject_of
+from .fsdp import optimizer_of
 
 
 @seam(
-    f"{ENGINE}.optimizer_step",
+    f"{MEGATRON}.optimizer_step",
     SCALING,
     group="megatron",
     why="the engine's step, which raises for one that Megatron skipped",

@@ -13,10 +13,9 @@ from precision_shim.errors import UnsupportedPrecisionError
 
 from ...frameworks import TITAN_PRETRAINING, TORCHTITAN
 from ...torch_fp16 import FEATURE
-from .engines import IN_FP16, TITAN, in_fp16, is_fp16, on
+from ..config import TITAN, is_fp16
+from .engines import IN_FP16, in_fp16, on
 from .fsdp import optimizers_of
-
-BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
 
 
 @seam(

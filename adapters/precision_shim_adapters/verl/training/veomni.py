@@ -10,29 +10,11 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, seam, versioned
-from precision_shim.errors import DtypeError
+from precision_shim.adapting import Call, seam
 
-from .engines import IN_FP16, VEOMNI, in_fp16, is_fp16, on, scale
-from .fsdp import inside, read_key
-
-BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
-
-
-def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Refuse to load bfloat16 weights for ``dtype: float16``; ``section`` is the config's key.
-
-    Raises:
-        DtypeError: ``mixed_precision`` is off.
-    """
-    mixed = read_key(config, "mixed_precision")
-    if not mixed:
-        raise DtypeError(
-            f"{versioned('verl')}: {section}.dtype=float16 beside {section}.mixed_precision="
-            f"{mixed}: VeOmni then loads and trains bfloat16 weights; allowed: True, which trains "
-            f"fp32 weights in float16. Set {section}.mixed_precision=True.",
-            key=f"{section}.mixed_precision",
-        )
+from ..config import VEOMNI, is_fp16, of_section
+from .engines import IN_FP16, in_fp16, on, scale
+from .fsdp import inside
 
 
 @seam(
@@ -56,7 +38,7 @@ def build(call: Call) -> Any:
     engine = call.instance
     if not is_fp16(engine.engine_config.dtype):
         return call.proceed()
-    check_fp16(engine.engine_config)
+    of_section(engine.engine_config, "engine_config").check_fp16()
     with in_fp16():
         result = call.proceed()
     engine._autocast_dtype = torch.float16
@@ -64,7 +46,7 @@ def build(call: Call) -> Any:
     if parts and not hasattr(engine.optimizer, "param_groups"):
         # VeOmni's container (expert parallelism, Muon) lacks param_groups, which a scaler reads.
         engine.optimizer.param_groups = [group for part in parts for group in part.param_groups]
-    scale(engine, BECAUSE)
+    scale(engine, VEOMNI.because)
     return result
 
 

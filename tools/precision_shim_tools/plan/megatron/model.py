@@ -1,7 +1,7 @@
 """Compute a model's bytes on Megatron from a framework's config, with the training job's rules.
 
 An adapter reads its framework's config into a ``MegatronModel``. A plan calls the worker's own
-functions ``plan_optimizer``, ``choose_bucket`` and ``reader.read_wanted``.
+rules: ``plan_optimizer``, ``choose_bucket``, ``with_scaler``, ``cannot_train``, ``read_wanted``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,10 +30,8 @@ from precision_shim_adapters.megatron.policy.bucket import (
     describe_bucket,
     fsdp_in_fp32,
 )
-from precision_shim_adapters.megatron.policy.legality import FusedAdamSupport, release
-from precision_shim_adapters.megatron.policy.numbers import BETA2, SCALER, STATIC, check_numbers
+from precision_shim_adapters.megatron.policy.legality import BETA2, FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
-from precision_shim_adapters.megatron.policy.switches import is_switch, read_switch
 from precision_shim_adapters.megatron.training import config_dtypes
 
 from ..command import Job
@@ -110,6 +108,7 @@ class MegatronModel:
     unscaled: str = ""
     fsdp: str | None = None
     alone: tuple[Problem, ...] = ()
+    on_megatron: ClassVar[bool] = True
 
     @property
     def subject(self) -> str:
@@ -130,10 +129,6 @@ class MegatronModel:
         """The config's key of a field of the optimizer or of the DDP."""
         ddp = name in (_BUCKET, SUMS, legality.GATHER)
         return self.bucket_key.replace(_BUCKET, name) if ddp else self.key.format(name)
-
-    def problem(self, code: str, name: str, message: str, remedy: str) -> Problem:
-        """A problem with a field of the optimizer or of the DDP."""
-        return Problem(code, self.subject, self.key_of(name), message, remedy)
 
     def changed(self, **fields: Any) -> MegatronModel:
         """Copy the model with other fields of the optimizer's config, as if the user wrote them."""
@@ -164,40 +159,38 @@ class MegatronModel:
                 f"{self.requested.where}: {self.subject}: its layout cannot be computed: {fault}. "
                 "Write sizes that divide it."
             )
-        problems = [*self.illegal, *_unknown(self), *_no_names(self), *_stored_alone(self)]
-        if job.in_force(COERCION, megatron.GROUP):
-            problems += [*_refused_by_layers(self), *_no_switches(self)]
+        now = in_force(job, support_of(rules.transformer_engine))
+        problems = [*self.illegal, *_illegal_fields(self, coerces=now.coerces)]
         if any(problem.code == "dtype" for problem in problems):
             return None, problems
         without, with_shim, ends = None, None, ""
-        decisions: tuple[Decided, ...] = ()
         if self.requested.trains:
-            now = in_force(job, support_of(rules.transformer_engine))
-            nothing = InForce("as-configured", True, False, False, False, False, now.support)
+            nothing = InForce(
+                "as-configured", False, False, False, False, False, False, now.support
+            )
             try:
                 without, with_shim = decide(self, nothing), decide(self, now)
-                _check_numbers(self, with_shim.plan.asked)
-                decisions = tuple(_decisions(self, with_shim, job))
+                with_shim = _with_scaler(self, with_shim, job)
             except DtypeError as error:
                 key = self.key_of(error.key or "dtype")
                 return None, [*problems, Problem.of(error, self.subject, key)]
             except SettingsError as error:
                 key = self.key.removesuffix(".{}")
                 return None, [*problems, Problem.of(error, self.subject, key, "number")]
-            problems += problems_of(self, with_shim, job)
-            unpatched = [*self.alone, *problems_of(self, without, replace(job, off="0"))]
+            problems += problems_of(self, with_shim)
+            unpatched = [*self.alone, *problems_of(self, without)]
             ends = next((problem.message for problem in unpatched), "")
         planned = ModelPlan(
             self.subject,
             self.model.parameters,
             self.sizes.to_dict(),
-            decisions,
+            () if with_shim is None else tuple(_decisions(self, with_shim, job)),
             _stages(self, without),
             _stages(self, with_shim),
             (*self.notes, *_notes(self, with_shim)),
             self.model.source,
             name_of(self.dtype),
-            warnings=(*_of_another_model(self, with_shim), *_stuck(self, with_shim)),
+            warnings=() if with_shim is None else tuple(_warnings(self, with_shim)),
             ends=ends,
         )
         return planned, problems
@@ -212,7 +205,7 @@ class MegatronModel:
         for gives_up, fields in cheaper.steps(self.dtype, beta2, now.support):
             other = self.changed(**fields)
             try:
-                illegal = problems_of(other, decide(other, now), job)
+                illegal = problems_of(other, decide(other, now))
             except DtypeError:
                 continue
             if not illegal:
@@ -227,16 +220,16 @@ class MegatronModel:
 
 @dataclass(frozen=True)
 class Side:
-    """A model's optimizer and gradient bucket, either with the shim or without."""
+    """A model's optimizer and gradient bucket, either with the shim or without.
 
+    Attributes:
+        fields: the fields of Megatron's OptimizerConfig.
+    """
+
+    now: InForce
     plan: optimizer_plan.OptimizerPlan
     bucket: BucketChoice
-    support: FusedAdamSupport
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """The fields of Megatron's OptimizerConfig."""
-        return self.plan.fields
+    fields: Mapping[str, Any]
 
     @property
     def fp16(self) -> bool:
@@ -256,11 +249,9 @@ def support_of(version: str | None) -> FusedAdamSupport:
 
 
 def in_force(job: Job, support: FusedAdamSupport) -> InForce:
-    """What of the shim is in force in a job; dtype names become dtypes in any case.
-
-    ``problems_of`` reports dtype names that neither the framework nor the shim turns into dtypes.
-    """
-    return replace(what_is_in_force(job.settings, job.in_force, support), coerces=True)
+    """What of the shim is in force in a job."""
+    coerces = job.in_force(COERCION, megatron.GROUP)
+    return replace(what_is_in_force(job.settings, job.in_force, support), coerces=coerces)
 
 
 def quantized_in(section: Mapping[str, Any]) -> str:
@@ -274,7 +265,9 @@ def _dtypes(asked: MegatronModel) -> TrainableDtypes:
 
 
 def decide(asked: MegatronModel, now: InForce) -> Side:
-    """Decide the optimizer's fields and the bucket.
+    """Decide the optimizer's fields and the bucket; dtype names become dtypes in any case.
+
+    ``problems_of`` reports dtype names that neither the framework nor the shim turns into dtypes.
 
     Raises:
         DtypeError: the user wrote an unknown dtype name or an illegal dtype.
@@ -282,7 +275,10 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
     """
     model = _dtypes(asked)
     requested = asked.requested
-    plan = optimizer_plan.plan_optimizer(requested, model, now, distributed=requested.distributed)
+    coerced = replace(now, coerces=True)
+    plan = optimizer_plan.plan_optimizer(
+        requested, model, coerced, distributed=requested.distributed
+    )
     bucket = requested.bucket_in_fp32
     written = bucket is not None or bool(asked.buckets.get(SUMS))
     present = asked.bucket_in_fp32 if bucket is None else bucket
@@ -298,7 +294,20 @@ def decide(asked: MegatronModel, now: InForce) -> Side:
             main_grads=plan.main_grads,
             model=model,
         )
-    return Side(plan, choice, now.support)
+    return Side(now, plan, choice, plan.fields)
+
+
+def _with_scaler(asked: MegatronModel, side: Side, job: Job) -> Side:
+    """Check the numbers that the worker checks, and the offloaded share; add the scaler's fields.
+
+    Raises:
+        SettingsError: a value is no number, or the loss scaler begins below its minimum.
+    """
+    where = asked.requested.where
+    plan = scaler.with_scaler(side.plan, asked.requested, side.now, job.settings, asked.dtype)
+    if plan.asked.get("optimizer_cpu_offload"):
+        legality.check_numbers(plan.asked, ("optimizer_offload_fraction",), where)
+    return replace(side, plan=plan, fields=plan.fields)
 
 
 # -- what is illegal -------------------------------------------------------------------------------
@@ -309,15 +318,34 @@ def fields_of(target: str) -> tuple[str, ...]:
     return look(f"{target}.__init__").parameters
 
 
-def _unknown(asked: MegatronModel) -> Iterator[Problem]:
-    """Yield the keys that the framework passes to Megatron's configs, and that these lack."""
-    bucket_key = asked.bucket_key.rpartition(".")[0] + ".{}"
-    for written, target, key in (
-        (asked.written, CONFIG, asked.key),
-        (asked.buckets, DDP, bucket_key),
+def _illegal_fields(asked: MegatronModel, *, coerces: bool) -> Iterator[Problem]:
+    """Yield the fields that a config lacks, or whose value the worker refuses when it is made."""
+    for written, key, targets in (
+        (asked.written, asked.key, (CONFIG,)),
+        (asked.buckets, asked.bucket_key.replace(_BUCKET, "{}"), (DDP,)),
+        (asked.layers, asked.layers_key, config_dtypes.MODEL),
     ):
-        whose = f"Megatron's {target.rpartition(':')[2]}"
-        yield from unknown_keys(written, fields_of(target), asked.subject, key, whose)
+        if targets is not config_dtypes.MODEL:  # a framework's own models may have further fields
+            whose = f"Megatron's {targets[0].rpartition(':')[2]}"
+            yield from unknown_keys(written, fields_of(targets[0]), asked.subject, key, whose)
+        if coerces:
+            refused = config_dtypes.refused(written, targets, key, asked.requested.where)
+            yield from (replace(one, subject=asked.subject) for one in refused.problems)
+    for name in _DTYPES:
+        value = asked.written.get(name, "")
+        # ``problems_of`` reports ``main_grads_dtype=None``, unless Megatron ignores the field.
+        null = value is None and name == "main_grads_dtype"
+        if not isinstance(value, str | torch.dtype) and not null:
+            fault = f"{asked.requested.where}: {name}={value!r} is no name of a dtype"
+            remedy = "Write a name, such as fp32 or bf16."
+            yield Problem("dtype", asked.subject, asked.key_of(name), fault, remedy)
+    for kind in ("fp8", "fp4"):
+        name = f"{kind}_param"
+        if asked.layers.get(name) and not asked.layers.get(kind):
+            remedy = f"Write {asked.layers_key.format(kind)} too, or leave it out."
+            key = asked.layers_key.format(name)
+            fault = f"Megatron refuses it without {kind}"
+            yield Problem("fp8-parameters", asked.subject, key, fault, remedy)
 
 
 def misplaced(
@@ -342,66 +370,8 @@ def misplaced(
     )
 
 
-def _no_names(asked: MegatronModel) -> Iterator[Problem]:
-    """Yield values of dtype fields that are neither names nor dtypes, such as the number ``16``."""
-    for name in _DTYPES:
-        value = asked.written.get(name, "")
-        # ``problems_of`` reports ``main_grads_dtype=None``, unless Megatron ignores the field.
-        null = value is None and name == "main_grads_dtype"
-        if not isinstance(value, str | torch.dtype) and not null:
-            fault = f"{asked.requested.where}: {name}={value!r} is no name of a dtype"
-            yield asked.problem("dtype", name, fault, "Write a name, such as fp32 or bf16.")
-
-
-def _stored_alone(asked: MegatronModel) -> Iterator[Problem]:
-    """Yield flags that store weights in fp8 or fp4 although the layers do not compute in it."""
-    for kind in ("fp8", "fp4"):
-        name = f"{kind}_param"
-        if asked.layers.get(name) and not asked.layers.get(kind):
-            fault = f"Megatron refuses it without {kind}"
-            remedy = f"Write {asked.layers_key.format(kind)} too, or leave it out."
-            key = asked.layers_key.format(name)
-            yield Problem("fp8-parameters", asked.subject, key, fault, remedy)
-
-
-def _refused_by_layers(asked: MegatronModel) -> Iterator[Problem]:
-    """Yield the dtype names in the model's config that the worker refuses."""
-    for name, names in config_dtypes.installed_fields().items() if asked.layers else ():
-        try:
-            config_dtypes.coerce_field(asked.layers.get(name), names, asked.layers_key.format(name))
-        except DtypeError as error:  # noqa: PERF203
-            yield Problem.of(error, asked.subject, error.key)
-
-
-def _no_switches(asked: MegatronModel) -> Iterator[Problem]:
-    """Yield the strings in the place of booleans that the worker refuses."""
-    for written, key, targets in (
-        (asked.written, asked.key, (CONFIG,)),
-        (asked.buckets, asked.bucket_key.replace(_BUCKET, "{}"), (DDP,)),
-        (asked.layers, asked.layers_key, config_dtypes.MODEL),
-    ):
-        for name, annotation in (
-            config_dtypes.installed_annotations(*targets).items() if written else ()
-        ):
-            try:
-                if is_switch(annotation):
-                    read_switch(written.get(name), key.format(name), asked.requested.where)
-            except DtypeError as error:  # noqa: PERF203
-                yield Problem.of(error, asked.subject, error.key)
-
-
-def _check_numbers(asked: MegatronModel, fields: Mapping[str, Any]) -> None:
-    """Check the values that the worker checks, and the offloaded share; raise ``SettingsError``."""
-    names: tuple[str, ...] = (STATIC,)
-    if fields.get("optimizer_cpu_offload"):
-        names += ("optimizer_offload_fraction",)
-    if (asked.dtype is torch.float16 or fields.get("fp16")) and not fields.get(STATIC):
-        names += SCALER
-    check_numbers(fields, names, asked.requested.where)
-
-
-def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
-    """List what Megatron refuses of an optimizer and its bucket, as decided with the shim on.
+def problems_of(asked: MegatronModel, side: Side) -> list[Problem]:
+    """List what Megatron refuses of an optimizer and its bucket.
 
     Raises:
         PlanError: the optimizer is not Adam.
@@ -414,42 +384,36 @@ def problems_of(asked: MegatronModel, side: Side, job: Job) -> list[Problem]:
             "known here, and may be larger than adam's. Planned are only jobs with adam."
         )
     aware = bool(fields.get(megatron.PRECISION_AWARE))
+    distributed = bool(fields.get("use_distributed_optimizer", requested.distributed))
     found = []
-    for name in () if job.in_force(COERCION, megatron.GROUP) else _stay_names(asked):
+    for name in () if side.now.coerces else _stay_names(asked):
         message = (
             f"{requested.where}: {name}={requested.asked[name]!r} is not turned into a dtype, as "
             f"{COERCION} is not in force for this job"
         )
         remedy = f"Leave it out, or let the shim's {COERCION} act in the job."
         found.append(("dtype", name, message, remedy))
-    distributed = bool(fields.get("use_distributed_optimizer", requested.distributed))
     if aware and not distributed:
         remedy = "Write use_distributed_optimizer: true, or leave it out."
         message = "it needs the distributed optimizer"
         found.append(("precision-aware", megatron.PRECISION_AWARE, message, remedy))
-    found += [("dtype", *fault) for fault in legality.not_precision_aware(fields)]
     if not aware and fields.get("main_grads_dtype", asked.dtype) is None:
         remedy = "Write fp32, or leave it out."
         found.append(("dtype", "main_grads_dtype", "None is no dtype", remedy))
-    if asked.quantized and distributed:
-        back = asked.gathers or not needs_gather()
-        fault = legality.quantized_fault(fields, written_back=back)
-        found += [("fp8-parameters", *fault)] if fault else []
-    if distributed and fields.get("optimizer_cpu_offload") and asked.dtype is torch.float32:
-        message = "Megatron offloads no fp32 parameters: can't optimize a non-leaf Tensor"
-        remedy = "Write optimizer_cpu_offload: false, or leave it out."
-        found.append(("offload", "optimizer_cpu_offload", message, remedy))
     bucket = requested.bucket_in_fp32
     if asked.buckets.get(SUMS) and (asked.bucket_in_fp32 if bucket is None else bucket):
         message = "Megatron takes it only with grad_reduce_in_fp32: false"
         remedy = "Write grad_reduce_in_fp32: false, or leave it out."
         found.append(("bucket", SUMS, message, remedy))
-    narrow = asked.dtype is torch.float16 and not side.bucket.grad_reduce_in_fp32
-    if aware and narrow and fields.get("clip_grad", 1.0):
-        message = "fp16 gradients cannot be clipped by the precision-aware optimizer"
-        remedy = "Write grad_reduce_in_fp32: true, or clip_grad: 0."
-        found.append(("fp16-gradients", _BUCKET, message, remedy))
-    return [asked.problem(*fault) for fault in found]
+    workers = legality.need_precision_aware(fields) + legality.cannot_train(
+        fields,
+        _dtypes(asked),
+        {torch.float32 if side.bucket.grad_reduce_in_fp32 else asked.dtype},
+        distributed=distributed,
+        written_back=asked.gathers or not (asked.quantized and needs_gather()),
+    )
+    every = (*(Problem(code, "", *fault) for code, *fault in found), *workers.problems)
+    return [replace(one, subject=asked.subject, key=asked.key_of(one.key)) for one in every]
 
 
 def _stay_names(asked: MegatronModel) -> list[str]:
@@ -471,7 +435,7 @@ def _precision(asked: MegatronModel, side: Side) -> Precision:
     """The dtypes of the tensors that Megatron makes with the fields and the bucket of ``side``."""
     dtype, fields = asked.dtype, dict(side.fields)
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
-    if (side.support.version or ()) < legality.REMAINDERS_SINCE:
+    if (side.now.support.version or ()) < legality.REMAINDERS_SINCE:
         fields["store_param_remainders"] = False
     wanted = reader.read_wanted(fields.get)
     aware = bool(fields.get(megatron.PRECISION_AWARE))
@@ -534,31 +498,20 @@ def _stages(asked: MegatronModel, side: Side | None) -> tuple[Stage, ...]:
 
 
 def _decisions(asked: MegatronModel, side: Side, job: Job) -> Iterator[Decided]:
-    """Yield a trained model's choices; ``SettingsError`` if the scaler begins below its minimum."""
-    if job.in_force(megatron.DISPATCH, megatron.GROUP):
+    """Yield a trained model's choices."""
+    if side.now.dispatches:
         yield Decided(megatron.DISPATCH, side.plan.chosen, side.plan.because)
-    if job.in_force(megatron.ALIGNMENT, megatron.GROUP):
-        in_fp32 = side.bucket.grad_reduce_in_fp32
-        chosen = describe_bucket(in_fp32, _dtypes(asked))
+    if side.now.aligns:
+        chosen = describe_bucket(side.bucket.grad_reduce_in_fp32, _dtypes(asked))
         yield Decided(megatron.ALIGNMENT, chosen, side.bucket.because)
-    scales = job.in_force(megatron.SCALING, megatron.GROUP)
-    told = None
-    if scales and asked.dtype is torch.float16:
-        told = scaler.predicted_scaler(asked.requested, side.plan.asked, job.settings)
-        if told is not None and not side.fp16:
-            told = "no loss scaling", "the optimizer's config has fp16=False"
-    elif side.fields.get("fp16"):
-        scaler.refuse_low(side.fields, asked.requested.where)
-        if scales:
-            told = scaler.predicted_own_scaler(side.fields, job.settings, asked.dtype)
-    if told is not None:
+    told = scaler.predict_scaler(side.plan, job.settings, asked.dtype)
+    if side.now.scales and told is not None:
         yield Decided(megatron.SCALING, *told, asked.unscaled if side.fp16 else "")
 
 
 def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
     if side is not None:
-        yield from side.plan.warnings
-        yield from filter(None, (side.plan.bucket_warning, side.bucket.problem))
+        yield from filter(None, (*side.plan.warnings, side.bucket.problem))
     if asked.written and not fields_of(CONFIG):
         yield (
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
@@ -581,34 +534,26 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
         )
 
 
-def _of_another_model(asked: MegatronModel, side: Side | None) -> Iterator[str]:
-    """Yield a warning if the optimizer's flags are not those of the model's dtype."""
-    if side is None or any(problem.code == "flags" for problem in asked.illegal):
-        return  # the problem says it
-    if asked.dtype is torch.float16 and not (side.fp16 or side.fields.get(STATIC)):
-        yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
-        return
-    fields = side.plan.asked
-    flags = {"fp16": torch.float16, "bf16": torch.bfloat16}
+def _warnings(asked: MegatronModel, side: Side) -> Iterator[str]:
+    """Yield what legal settings lose: a config for another dtype, a moment that cannot decay."""
+    fields, flags = side.plan.asked, {"fp16": torch.float16, "bf16": torch.bfloat16}
     flag = next((flag for flag in flags if fields.get(flag)), "")
     own = next((flag for flag, dtype in flags.items() if dtype is asked.dtype), "")
     found = name_of(asked.dtype)
     expected = flag or ("fp32" if own in fields else found)
-    if expected != found:
+    if any(problem.code == "flags" for problem in asked.illegal):
+        pass  # the problem says it
+    elif own == "fp16" and not (side.fp16 or side.fields.get(legality.STATIC)):
+        yield scaler.unscaled(asked.requested.where, False, bool(side.fields.get("bf16")))
+    elif expected != found:
         yield (
             f"expected {expected}, found {found}: the OptimizerConfig is for another model: set "
             "its bf16, fp16 and params_dtype to what the model is. Leave "
             f"{asked.key_of(flag or own)} out"
         )
-
-
-def _stuck(asked: MegatronModel, side: Side | None) -> Iterator[str]:
-    """Yield a warning about a bf16 exp_avg_sq that the user wrote and that cannot decay."""
-    name = "exp_avg_sq_dtype"
-    if side is None or name not in {**asked.requested.opt_in, **side.plan.asked}:
-        return
-    why = optimizer_plan.stuck(side.plan.asked)
-    aware = side.fields.get(megatron.PRECISION_AWARE)
-    if why and aware and read_dtype(side.fields.get(name)) is torch.bfloat16:
+    moment, aware = "exp_avg_sq_dtype", side.fields.get(megatron.PRECISION_AWARE)
+    why = optimizer_plan.stuck(fields)
+    low = aware and read_dtype(side.fields.get(moment)) is torch.bfloat16
+    if why and low and moment in {**asked.requested.opt_in, **fields}:
         line = asked._line(BETA2, 0.95)
-        yield f"{why}. Write {line}, or fp32 where the command has {name}=bf16"
+        yield f"{why}. Write {line}, or fp32 where the command has {moment}=bf16"

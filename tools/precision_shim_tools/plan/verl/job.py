@@ -1,7 +1,7 @@
 """Plan verl's jobs from their Hydra YAML and overrides.
 
 Hydra composes the config that the entry point's decorator names, without an import of verl.
-Plan and worker read optimizer settings with ``megatron.of_configs``.
+Plan and worker read the config with ``verl.config``.
 """
 
 from __future__ import annotations
@@ -13,41 +13,51 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, version_of, versioned
+from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.findings import Problem
-from precision_shim_adapters.agreement.report import FEATURE
 from precision_shim_adapters.common.omegaconf_values import tell_unresolved
 from precision_shim_adapters.megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
 from precision_shim_adapters.megatron.installed import FSDP_GRADS
 from precision_shim_adapters.megatron.policy.legality import GATHERS
 from precision_shim_adapters.megatron.policy.requested import COERCION
+from precision_shim_adapters.verl import config as verls
+from precision_shim_adapters.verl.config import PPO as _SHARED
+from precision_shim_adapters.verl.config import ModelConfig
 from precision_shim_adapters.verl.rollout import driver, dtypes, weight_sync
-from precision_shim_adapters.verl.rollout.lm_head import read_heads
-from precision_shim_adapters.verl.training import engines, fsdp, megatron
+from precision_shim_adapters.verl.training import fsdp
 
 from ..command import Job
 from ..megatron.model import MegatronModel, misplaced, quantized_in
 from ..megatron.sizes import read_sizes
 from ..record import Decided
-from ..request import Plannable, Request, read_models
-from ..rollout import predict_sides
+from ..request import Plannable, Request, read_request
+from ..rollout import listed, predict_sides
 from ..shapes import Model
 from ..torch_optimizer import ShardedModel, learning_rate, scaling
-from ..values import mapping, no_adapters, number_of
+from ..values import mapping, number_of
 from . import sections
 from .composing import compose
-from .sections import Section, inner
+from .sections import inner
 
-_ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
-_SHARED = "actor_rollout_ref"
 _BETAS = [0.9, 0.999]
 """verl's default of ``optim.betas``, which only torch's optimizers get."""
+_FSDPS_SIZES = {"shards": "fsdp_size", "context": "ulysses_sequence_parallel_size"}
+_SIZES = {
+    "automodel": {"tensor": "tp_size", "context": "cp_size", "replicas": "dp_replicate_size"},
+    "veomni": {"shards": "fsdp_size", "context": "ulysses_parallel_size"},
+    "torchtitan": {
+        "shards": "data_parallel_shard_size",
+        "tensor": "tensor_parallel_size",
+        "context": "context_parallel_size",
+    },
+}
+"""Maps an engine to its keys for the sizes of a ``ShardedModel``."""
+_ADDED = "++"
+"""Hydra's prefix that adds or overrides a key."""
 
-
-def _where() -> str:
-    return versioned("verl")
+_where = partial(versioned, "verl")
 
 
 def plan_job(job: Job) -> Request:
@@ -63,38 +73,30 @@ def plan_job(job: Job) -> Request:
     notes: list[str] = []
     if _SHARED in config:
         gpus = _gpus(config)
-        every = list(_of_ppo(config))
-        found = [one for one, unbuilt in every if not unbuilt]
+        mapping(inner(config, _SHARED).get("actor"), f"{_SHARED}.actor", _where())
+        every = verls.of_ppo(config, inner)
+        found = [one for one in every if not one.unbuilt]
         problems, notes = _both_sides(job, config)
-        for one, unbuilt in every:
-            notes += sections.tell_not_built(one, unbuilt) if unbuilt else ()
+        for one in every:
+            notes += sections.tell_not_built(one)
     elif "engine" in config and "optim" in config:
         gpus = _gpus(config)
         if job.processes is not None:  # torchrun starts the job
             gpus = job.processes, "--nproc-per-node x --nnodes"
-        found = [sections.of_tuning(config)]
+        found = [verls.of_tuning(config, inner)]
     else:
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
             "model, engine and optim. Plan the job that trains."
         )
     readers = ((one.subject, partial(_model, job, one, gpus)) for one in found)
-    models = read_models(job, readers, problems)
-    return Request(
-        "verl",
-        version_of("verl", ("verl",)),
-        gpus[0],
-        models,
-        megatron=any(isinstance(model, MegatronModel) for model in models),
-        problems=tuple(problems),
-        notes=(*notes, *_not_judged(found, added), *tell_unresolved(unresolved)),
-        rollout=_SHARED in config,
-    )
+    notes += [*_not_judged(found, added), *tell_unresolved(unresolved)]
+    return read_request(job, gpus[0], readers, problems, notes, rollout=_SHARED in config)
 
 
-def _not_judged(found: Sequence[Section], added: Sequence[str]) -> Iterator[str]:
+def _not_judged(found: Sequence[ModelConfig], added: Sequence[str]) -> Iterator[str]:
     """Yield a note on each precision at a key that no rule covers, and that verl's config lacks."""
-    judged = [f"{_SHARED}.{dtypes.ROLLOUT}.engine_kwargs."]
+    judged = [f"{_SHARED}.{verls.ROLLOUT}.engine_kwargs."]
     for one in found:
         judged += [f"{key}." for key in (one.engine_key, one.optim_key)]
         judged.append(f"{one.model_key}.override_config.")
@@ -108,24 +110,15 @@ def _not_judged(found: Sequence[Section], added: Sequence[str]) -> Iterator[str]
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
     try:
-        dtypes.check_names(config)
-        both = dtypes.read_sides(config)
+        sides = dtypes.read_sides(config, job.in_force)
+        if sides is None:
+            return [], []
+        findings, _ = predict_sides(job, sides, driver.GROUP)
+        if sides.trainer is not None:
+            findings += weight_sync.judge_delta(config[_SHARED])
     except DtypeError as error:
         return [Problem.of(error, "", error.key)], []
-    if both is None:
-        return [], []
-    heads = partial(read_heads, config, job.in_force)
-    problems, notes = predict_sides(job, _where(), both, driver.GROUP, heads)
-    if both.trainer is None:
-        unknown = "rollout: {}: {} ({})".format(FEATURE, *dtypes.unknown_engine(both))
-        return problems, [unknown, *notes]
-    rollout = inner(inner(config, _SHARED), dtypes.ROLLOUT)
-    refusal, _ = weight_sync.refuses_delta(rollout, both.strategy)
-    if refusal:
-        message, _, remedy = refusal.rpartition(". ")
-        key = f"{dtypes.ROLLOUT}.checkpoint_engine.backend"
-        problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
-    return problems, notes
+    return listed(findings)
 
 
 def _gpus(config: Mapping[str, Any]) -> tuple[int, str]:
@@ -138,43 +131,16 @@ def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
     return number_of(config, key, _where(), default)
 
 
-def _of_ppo(config: Mapping[str, Any]) -> Iterator[tuple[Section, str]]:
-    """Yield the models of a PPO job, each with the reason why the job does not build it, or ``""``.
-
-    A rollout with quantized weights reads the dtype in transformers' config.
-    """
-    shared = inner(config, _SHARED)
-    actor = mapping(shared.get("actor"), f"{_SHARED}.actor", _where())
-    algorithm, critic = inner(config, "algorithm"), inner(config, "critic")
-    model, ref = inner(shared, f"{_SHARED}.model"), inner(shared, f"{_SHARED}.ref")
-    group = fsdp.group_of(inner(config, "trainer").get(fsdp.WORKERS))
-    one = sections.of_role("actor", f"{_SHARED}.actor", actor, model, group)
-    quantized = inner(shared, dtypes.ROLLOUT).get("quantization")
-    yield replace(one, model_key=f"{_SHARED}.model", alone=not quantized), ""
-    merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
-    penalty = algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss")
-    why = "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
-    one = sections.of_role("ref", f"{_SHARED}.ref", merged, model, group)
-    yield replace(one, model_key=f"{_SHARED}.model"), "" if penalty else why
-    enabled, estimator = critic.get("enable"), algorithm.get("adv_estimator")
-    why = f"algorithm.adv_estimator={estimator}" if enabled is None else "critic.enable=false"
-    built = enabled or (enabled is None and estimator == "gae")
-    one = sections.of_role("critic", "critic", critic, inner(critic, "critic.model"), group)
-    yield replace(one, model_key="critic.model", alone=True), "" if built else why
-
-
-def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
-    if section.strategy not in _ENGINES:
+def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
+    if section.strategy not in verls.ENGINES:
         raise PlanError(
             f"{_where()}, {section.engine_key}: strategy={section.strategy!r}: planned are "
-            f"{', '.join(_ENGINES)}. Plan the job with one of these."
+            f"{', '.join(verls.ENGINES)}. Plan the job with one of these."
         )
     own, place = section.model, section.model_key
     adapters = {f"{place}.lora_rank": own, f"{place}.lora.rank": inner(own, f"{place}.lora")}
     for key, keys in adapters.items():
-        rank = _number(keys, key, 0)
-        if rank:
-            job.refusals.append(no_adapters(f"{_where()}, {key}={rank}", f"{key}=0"))
+        job.refuse_adapters(_where(), key, _number(keys, key, 0))
     written = inner(own, f"{place}.override_config")
     others = ("moe_config", "attn_implementation", "model_config")
     overrides = written.get("model_config") or {
@@ -187,7 +153,7 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
     acts = job.in_force(DISPATCH, GROUP)
     illegal = tuple(sections.unknown(section, dispatches=acts))
     if section.strategy == "megatron":
-        spelled = tuple(sections.not_spelled(section))
+        spelled = tuple(sections.check_megatron(section))
         alone = (*sections.unknown(section, dispatches=False), *spelled)
         illegal += () if job.in_force(COERCION, GROUP) else spelled
         return replace(_on_megatron(section, shapes, gpus, illegal), alone=alone)
@@ -195,7 +161,7 @@ def _model(job: Job, section: Section, gpus: tuple[int, str]) -> Plannable:
 
 
 def _on_megatron(
-    section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
+    section: ModelConfig, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
 ) -> MegatronModel:
     engine, optim = section.engine, section.optim
     fields = f"{section.optim_key}.override_optimizer_config"
@@ -204,12 +170,11 @@ def _on_megatron(
     layers = inner(engine, layers_key)
     ddp = inner(engine, buckets)
     inner(optim, fields)
-    sections.check_megatron(section)
-    requested = megatron.of_configs(
+    requested = verls.of_configs(
         engine,
         optim,
         subject=section.subject,
-        declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
+        declared=section.declared,
         trains=section.trains,
         place=section.optim_key,
     )
@@ -230,7 +195,7 @@ def _on_megatron(
         key=f"{fields}.{{}}",
         bucket_key=f"{buckets}.grad_reduce_in_fp32",
         buckets=ddp,
-        prefix="++",  # Hydra's prefix that adds or overrides a key
+        prefix=_ADDED,
         illegal=(
             *illegal,
             *_flags(section, layers, dtype),
@@ -248,7 +213,9 @@ def _on_megatron(
     )
 
 
-def _flags(section: Section, layers: Mapping[str, Any], dtype: torch.dtype) -> Iterator[Problem]:
+def _flags(
+    section: ModelConfig, layers: Mapping[str, Any], dtype: torch.dtype
+) -> Iterator[Problem]:
     """Yield a problem if the model's config gets the flag of another dtype than the engine's."""
     for flag, other in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if layers.get(flag) and dtype is not other:
@@ -258,7 +225,7 @@ def _flags(section: Section, layers: Mapping[str, Any], dtype: torch.dtype) -> I
             yield Problem("flags", section.subject, f"{section.engine_key}.{key}", fault, remedy)
 
 
-def _bucket(section: Section, requested: RequestedConfig) -> bool:
+def _bucket(section: ModelConfig, requested: RequestedConfig) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
     verl's ``get_model`` and mbridge set ``grad_reduce_in_fp32`` to True, Megatron-Bridge to False.
@@ -266,7 +233,7 @@ def _bucket(section: Section, requested: RequestedConfig) -> bool:
     """
     aware = requested.opt_in.get(PRECISION_AWARE)
     low = requested.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
-    resolver = look(f"{megatron.ENGINE}._resolve_override_ddp_config")
+    resolver = look(f"{verls.MEGATRON}._resolve_override_ddp_config")
     if resolver.found and aware and low:
         return False
     if resolver.found and "use_low_precision_main_grads" in resolver.names:
@@ -276,65 +243,82 @@ def _bucket(section: Section, requested: RequestedConfig) -> bool:
 
 
 def _sharded(
-    job: Job, section: Section, model: Model, gpus: tuple[int, str], illegal: tuple[Problem, ...]
+    job: Job,
+    section: ModelConfig,
+    model: Model,
+    gpus: tuple[int, str],
+    illegal: tuple[Problem, ...],
 ) -> Plannable:
-    engine, subject, trains = section.engine, section.subject, section.trains
-    read = sections.read_sharded(section)
-    # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
-    forward_only = engine.get("forward_only", True) or engine.get("param_offload")
-    on_host = engine.get("offload_policy") if trains else forward_only
-    compute, name, module = name_of(read.compute), "", ""
-    legacy = section.group == fsdp.LEGACY and subject != "critic"
+    engine, optim, trains, place = section.engine, section.optim, section.trains, section.engine_key
+    for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
+        if (engine.get(degree) or 1) != 1:
+            raise PlanError(
+                f"{_where()}, {place}.{degree}={engine[degree]}: planned are data, tensor and "
+                f"context parallelism of its {section.strategy} engine. Set {place}.{degree}=1."
+            )
+    stored, dtype, reduce = section.dtypes()
+    if dtype is None:
+        key = f"{place}.{section.kind.computes}"
+        raise PlanError(
+            f"{_where()}: {key}={section.get(section.kind.computes)!r} is no dtype, and FSDP "
+            f"Turbo's default is not known here. Set {key}."
+        )
+    if dtype is torch.float16:
+        section.check_fp16()
+    overrides = f"{section.optim_key}.override_optimizer_config"
+    options = inner(optim, overrides)
+    keys = {"world": gpus[1], "optimizer": f"{section.optim_key}.optimizer"}
+    keys["dtype"] = section.in_fp32
+    name, module = "", ""
     scaled: tuple[Decided, ...] = ()
     notes: list[str] = []
     if trains:
-        own = read.because == fsdp.OWN_SCALER or (legacy and engines.is_fp16(engine.get("dtype")))
+        because = fsdp.scaled_because(section)
+        legacy = section.autocasts and verls.is_fp16(engine.get("dtype"))
         scaled = scaling(
             job,
-            compute,
-            read.group,
-            read.because,
+            name_of(dtype),
+            section.group,
+            because,
             framework_default=fsdp.VERLS_SCALER,
-            scales_itself=own,
+            scales_itself=because == fsdp.OWN_SCALER or legacy,
         )
-        name = str(section.optim.get("optimizer") or section.optim.get("name") or "AdamW")
-        module = str(section.optim.get("optimizer_impl") or "torch.optim") + "."
-        if section.strategy in fsdp.COMPUTE_KEYS:
-            notes.append(fsdp.find_unscaled(engine, section.strategy, read.compute))
-        notes.append(read.note)
-    if scaled and read.stored is torch.float16:
+        name = str(optim.get("optimizer") or optim.get("name") or "AdamW")
+        module = str(optim.get("optimizer_impl") or "torch.optim") + "."
+        if module == "torch.optim." and section.sharded:
+            keys["options"] = overrides
+        if section.has_model_dtype:
+            notes.append(section.unscaled(dtype))
+        if section.refusal:
+            notes.append(f"dtype=float16 is not what it trains in, but bfloat16: {section.refusal}")
+    if scaled and stored is torch.float16:
         sections.check_moments(section, name)
-    keys = {size: f"{section.engine_key}.{key}" for size, key in read.sizes.items()}
-    sizes: dict[str, Any] = {
-        size: _number(engine, key, -1 if size == "shards" else 1) for size, key in keys.items()
-    }
-    keys.update(world=gpus[1], optimizer=f"{section.optim_key}.optimizer")
-    keys["dtype"] = engines.in_fp32(section.strategy, section.engine_key)
-    overrides = f"{section.optim_key}.override_optimizer_config"
-    if trains and module == "torch.optim." and section.strategy in ("fsdp", "fsdp2"):
-        keys["options"] = overrides
-    written = fsdp.written(engine, section.strategy, section.engine_key, reads_dtype=legacy)
-    if section.sequence > 1:  # the model's own Ulysses size overrides the engine's
-        sizes["context"] = section.sequence
+    sizes: dict[str, Any] = {}
+    for size, key in _SIZES.get(section.strategy, _FSDPS_SIZES).items():
+        keys[size] = f"{place}.{key}"
+        sizes[size] = _number(engine, keys[size], -1 if size == "shards" else 1)
+    sequence = _number(section.role, f"{section.role_key}.ulysses_sequence_parallel_size")
+    if sequence > 1:  # the model's own Ulysses size overrides the engine's
+        sizes["context"] = sequence
+    # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
+    forward_only = engine.get("forward_only", True) or engine.get("param_offload")
+    on_host = engine.get("offload_policy") if trains else forward_only
     return ShardedModel(
-        subject,
+        section.subject,
         model,
         gpus[0],
-        name_of(read.stored),
+        name_of(stored),
         **sizes,
-        compute=compute,
-        reduce=name_of(read.reduce) if read.reduce else "",
+        compute=name_of(dtype),
+        reduce=name_of(reduce) if reduce else "",
         optimizer=module + name,
-        options=inner(section.optim, overrides),
-        lr=learning_rate({**section.optim, **inner(section.optim, overrides)}),
+        options=options,
+        lr=learning_rate({**optim, **options}),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
-        value_head=subject == "critic",
+        value_head=section.subject == "critic",
         keys=keys,
-        wrote=tuple(
-            replace(one, needs=one.needs and f"++{one.needs}")  # Hydra's prefix, as on Megatron
-            for one in (*written, *sections.overridden(section))
-        ),
+        wrote=(*section.written(_ADDED), *sections.overridden(section)),
         illegal=illegal,
         notes=tuple(filter(None, notes)),
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim.precision.belonging import (
+from precision_shim.scaling.belonging import (
     are_fingerprints,
     files_beneath,
     fingerprint,

@@ -1,7 +1,6 @@
 """``precision-shim doctor``'s remark on state dtypes that TransformerEngine does not support.
 
-``precision-shim doctor`` runs without torch and Megatron, so this module is outside the package
-``megatron``, whose import needs torch.
+``precision-shim doctor`` runs without torch and Megatron, and so does this module.
 """
 
 from __future__ import annotations

@@ -14,22 +14,15 @@ from typing import Any
 
 from precision_shim.adapting import Call, Seam, collect, in_force, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, CANONICAL, Engine
-from precision_shim.precision.lm_head import Head
+from precision_shim.precision.agreement import AUTO, Engine
+from precision_shim.precision.lm_head import SETTING, Head
+from precision_shim.precision.names import ALIASES
 
+from ..agreement.lm_head import NOT_IN_FORCE, is_marked, names_head, of_rollout, of_trainer
+from ..agreement.model_files import quantised, resolve_by_model
+from ..agreement.names import engine_name, with_rounded
+from ..agreement.report import FEATURE, Sides, report_sides
 from ..megatron.training.lm_head import compute_in_fp32
-from .lm_head import (
-    NOT_IN_FORCE,
-    SETTING,
-    is_marked,
-    names_head,
-    of_rollout,
-    of_trainer,
-    report_heads,
-)
-from .model_files import quantised, resolve_by_model
-from .names import engine_name, with_rounded
-from .report import FEATURE, report_engines
 
 GROUP = "rollout"
 HEAD = "LM head"
@@ -58,9 +51,7 @@ def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine
     if args.rollout_external:
         because = f"{because or key}, if the {_EXTERNAL} were started so"
     follows = not (args.rollout_external or "dtype" in own)
-    engine = Engine(
-        "rollout", CANONICAL.get(str(value), AUTO), key, value, because, follows=follows
-    )
+    engine = Engine("rollout", ALIASES.get(str(value), AUTO), key, value, because, follows=follows)
     path = str(own.get("model_path", args.hf_checkpoint))
     engine = resolve_by_model(engine, "sglang", path)
     engine = with_rounded(engine, {"quantization": quantised(path)}, f"{path}/config.json")
@@ -179,9 +170,9 @@ def seams(name: str) -> tuple[Seam, ...]:
         """
         alone = args.debug_train_only or args.debug_rollout_only
         if hasattr(args, "sglang_dtype") and not alone:
-            groups, write = _groups(name, args), partial(_write, args)
-            report_heads(versioned(name), partial(heads, name, args, groups), write)
-            report_engines(versioned(name), *engines(name, args, groups), write)
+            groups = _groups(name, args)
+            both = *engines(name, args, groups), heads(name, args, groups)
+            report_sides(Sides(name, versioned(name), *both), partial(_write, args))
         return call.proceed()
 
     @seam(

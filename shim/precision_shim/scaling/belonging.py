@@ -15,6 +15,9 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
+Files = Mapping[str, "str | os.PathLike[str]"]
+"""Maps a file's name in a checkpoint to the path of this rank's file."""
+
 _BLOCK = 1 << 14
 """Number of bytes in each block that is read."""
 _PLACES = 16
@@ -47,7 +50,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     return f"{size}:{digest.hexdigest()[:16]}"
 
 
-def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
+def fingerprints(files: Files) -> dict[str, str]:
     """Return the fingerprint of each file that exists, under the same key as in ``files``.
 
     Raises:

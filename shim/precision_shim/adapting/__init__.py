@@ -1,5 +1,7 @@
 """All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
+The names that need torch, or that few adapters need, are in the modules ``dtypes``, ``rollouts``,
+``scaling`` and ``audit`` of this package; exceptions are in ``precision_shim.errors``.
 An adapter converts a framework's objects for the shim's rule functions, and the results back; it
 contains no rule on precision. CONTRIBUTING.md shows how to write one.
 """
@@ -9,17 +11,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .auditing.latest import at_clear as at_uninstall
-from .errors import PrecisionShimError, SettingsError, UnsupportedPrecisionError
-from .precision.findings import Decision, Findings
-from .process import settings as _settings
-from .process.framework import Adapter, Checkpoints
-from .process.names import meant
-from .process.session import current_settings, in_force
-from .process.settings import FEATURES, Settings
-from .process.versions import version_of
-from .reporting import journal as _journal
-from .seams import Call, NativeProbe, Seam, Symbol, around, collect, is_there, look, seam
+from ..auditing.latest import at_clear as at_uninstall
+from ..errors import PrecisionShimError, SettingsError, UnsupportedPrecisionError
+from ..precision.findings import Decision, Findings, Problem
+from ..process import settings as _settings
+from ..process.framework import Adapter, Checkpoints
+from ..process.names import meant
+from ..process.session import current_settings, in_force
+from ..process.settings import FEATURES, Settings
+from ..process.versions import version_of
+from ..reporting import journal as _journal
+from ..seams import (
+    Call,
+    NativeProbe,
+    Seam,
+    Symbol,
+    around,
+    collect,
+    definition,
+    is_there,
+    look,
+    seam,
+)
 
 __all__ = [
     "FEATURES",
@@ -29,6 +42,7 @@ __all__ = [
     "Decision",
     "Findings",
     "NativeProbe",
+    "Problem",
     "Seam",
     "Settings",
     "Symbol",
@@ -37,6 +51,7 @@ __all__ = [
     "collect",
     "current_settings",
     "decide",
+    "definition",
     "in_force",
     "is_there",
     "look",

@@ -1,0 +1,9 @@
+"""The engines of a job and their LM heads: what an adapter may import to describe them."""
+
+from __future__ import annotations
+
+from ..precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine, Wire, compare, judge_wires
+from ..precision.lm_head import SETTING, Head
+
+__all__ = ["AUTO", "ENGINE_NAMES", "FP8", "SETTING", "Engine", "Head", "Wire", "compare"]
+__all__ += ["judge_wires"]
