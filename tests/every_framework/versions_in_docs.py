@@ -40,13 +40,20 @@ WORDS = {
 
 _MEGATRON = r"Megatron(Engine)?( engine| workers| trainers)?|trainer"
 GAINS = {
-    "dtype names": ("dtype-coercion", r".*"),
-    "optimizer states": ("bf16-dispatch", _MEGATRON),
-    "gradient bucket": ("grad-bucket-alignment", _MEGATRON),
-    "fp16 on FSDP": ("fp16-scaling", r"FSDP2?( engine| workers)?|DTensor v\d|pre-training.*"),
-    "both sides": ("rollout-agreement", r".*(driver|generator).*"),
+    "`bf16`, `fp16`, `half` as dtype names": ("dtype-coercion", r".*"),
+    "bf16 Adam states": ("bf16-dispatch", _MEGATRON),
+    "bf16 gradient bucket": ("grad-bucket-alignment", _MEGATRON),
+    "fp16 with loss scale and exact resume": ("fp16-scaling", rf"{_MEGATRON}|[\w -]+"),
+    "vLLM and SGLang in the trainer's dtype": ("rollout-agreement", r".*(driver|generator).*"),
 }
 """Columns of the README's table: each gain's feature, and a pattern of the paths that count."""
+
+_ENGINES = {
+    r"^legacy |( engine|Engine| workers| trainers| v\d| value workers)+$": "",
+    r"^trainer$": "Megatron",
+    r"^(varlen attention|Megatron-FSDP|RL trainer and generator)$": "",
+}
+"""Maps a pattern in a path to what stands for it in the README's table."""
 
 Column = dict[tuple[str, str], str]
 """Maps feature and path to a word of the table."""
@@ -107,17 +114,16 @@ def gains(page: str) -> list[str]:
 
 
 def _gain(words: Column, feature: str, paths: str) -> str:
-    """Who does it: the shim (``ours``), the framework (``its own``), each a part, or neither."""
-    said = {
-        word
-        for (name, path), word in words.items()
-        if name == feature and re.fullmatch(paths, path) and word != "refused"
-    }
-    if not said:
-        return "neither"
-    if said == {"its own"}:
-        return "its own"
-    return "ours" if said == {"yes"} else "both"
+    """The engines where the shim does it; ``yes`` if no engine is named; ``*`` beside a part."""
+    found: dict[str, bool] = {}
+    for (name, path), word in words.items():
+        if name == feature and re.fullmatch(paths, path) and word.startswith("yes"):
+            engine = path if paths != r".*" and "driver" not in paths else ""
+            for pattern, short in _ENGINES.items():
+                engine = re.sub(pattern, short, engine)
+            found[engine] = found.get(engine, False) or word != "yes"
+    engines = [(each or "yes") + r"\*" * part for each, part in found.items()]
+    return ", ".join(one for one in engines if one != "yes" or len(engines) == 1)
 
 
 def written(page: str, framework: str, columns: dict[str, Column]) -> str:
