@@ -34,7 +34,9 @@ def namespaces(seams: Iterable[Seam]) -> dict[str, dict[str, int]]:
         if target.partition(":")[0] in sys.modules:
             for place in (place_of(target)[0], target):
                 with suppress(AttributeError):  # this version lacks the class, or it has no names
-                    names = vars(pkgutil.resolve_name(place))
+                    # Names with a colon only: the other form imports the packages above a module,
+                    # of which one may have failed after the module itself was imported.
+                    names = vars(pkgutil.resolve_name(place if ":" in place else f"{place}:"))
                     found[place] = {name: id(value) for name, value in names.items()}
     return found
 
