@@ -12,7 +12,7 @@ from functools import cache
 from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
 from ._seam import Seam, name_of
-from ._source import Symbol, look
+from ._source import Symbol, drop_trees, look
 
 Group = tuple[str, str, str]
 """Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
@@ -128,6 +128,7 @@ def check(
         missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
         if (row.state == "pending" and row.group in refused) or missing_half:
             refuse(row, refused[row.group])
+    drop_trees()
     return SeamPlan(adapter, rows, refused)
 
 

@@ -177,6 +177,12 @@ def _parse(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+def drop_trees() -> None:
+    """Free the syntax trees of all modules read so far; a large module's takes megabytes."""
+    _parse.cache_clear()
+    _names.cache_clear()
+
+
 def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
     scope: ast.AST = tree
     owner: ast.AST | None = None

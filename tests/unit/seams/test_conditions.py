@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import sys
 from collections.abc import Iterable
 
@@ -10,6 +12,7 @@ import pytest
 from precision_shim.errors import SeamError
 from precision_shim.process.framework import Adapter
 from precision_shim.seams import check, seam
+from precision_shim.seams._source import drop_trees
 
 FEATURES = ("f", "g")
 
@@ -41,6 +44,19 @@ def test_it_is_read_from_source_and_imports_nothing(lab, condition, there):
     assert ("scale" in targets(needs)) is there
     assert ("scale" in targets(avoids)) is not there
     assert "toy" not in sys.modules
+
+
+def test_no_syntax_tree_outlives_the_check(lab, monkeypatch):
+    monkeypatch.setattr("precision_shim.seams._source._described", {})
+
+    def trees() -> set[int]:
+        return {id(one) for one in gc.get_objects() if isinstance(one, ast.Module)}
+
+    drop_trees()
+    before = trees()
+    assert targets(lab.adapter(lab.seam("toy.ops:scale"))) == ["scale"]
+    gc.collect()
+    assert trees() <= before
 
 
 def test_all_must_be_there_and_one_is_enough_to_leave_a_seam_out(lab):
