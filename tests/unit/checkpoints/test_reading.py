@@ -464,6 +464,19 @@ def test_nothing_there(tmp_path: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
+def test_a_wrong_path_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    said = python(
+        "-c",
+        "import sys\n"
+        "from precision_shim_tools.cli import main\n"
+        "try:\n    main(['checkpoint', 'nowhere'])\n"
+        "finally:\n    print('torch' in sys.modules)",
+        cwd=tmp_path,
+    )
+    assert said.stdout.split() == ["False"]
+    assert "no such directory" in said.stderr
+
+
 def test_a_share_of_the_sample_is_whole_elements() -> None:
     ones = torch.ones(1000).numpy().tobytes()
     asked: list[int] = []

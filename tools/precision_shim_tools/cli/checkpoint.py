@@ -114,7 +114,8 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
         allowed = frameworks.get(name, (config[name],))
         if config[name] not in allowed:
             raise SettingsError(f"--config {name}={config[name]!r}: allowed: {', '.join(allowed)}.")
-    if find_spec("torch") is not None:  # without torch no dtype can be parsed and no job resumed
+    # Without torch no dtype can be parsed and no job resumed; its import takes seconds.
+    if texts and find_spec("torch") is not None:
         from precision_shim.precision.dtypes import coerce_dtype, coerce_dtypes
 
         coerce_dtypes(config, where="--config")
