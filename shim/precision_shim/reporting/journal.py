@@ -16,7 +16,7 @@ from ..process.forks import Lock
 from ..process.standby import say
 
 _lock = Lock(patching=False)
-_decisions: list[Decision] = []
+_decisions: dict[Decision, None] = {}
 _warned: set[str] = set()
 verbosity = "info"
 """How much is logged: ``quiet``, ``info`` or ``debug``; set by ``install()``."""
@@ -30,7 +30,7 @@ def record(decision: Decision, *, warns: bool = False) -> None:
     with _lock:
         if decision in _decisions:
             return
-        _decisions.append(decision)
+        _decisions[decision] = None
     if not warns:
         log(str(decision))
     elif _is_rank_0():
