@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pty
 import re
 import shlex
 import subprocess
@@ -103,3 +104,19 @@ def test_plan_without_the_framework() -> None:
     done = execute(command, {"...": "trainer.n_gpus_per_node=8"})
     assert (done.returncode, done.stdout) == (2, "")
     assert "verl is not installed here" in done.stderr
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_lines_fit_the_terminal(columns: int) -> None:
+    line = "    master weights   " + "fp32 in all ranks, " * 5 + "on rank 7 too"
+    code = f"from precision_shim_tools.cli._output import show; show({line!r})"
+    ours, terminal = pty.openpty()
+    env = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
+    subprocess.run([sys.executable, "-c", code], stdout=terminal, env=env, check=True)
+    os.close(terminal)
+    shown = os.read(ours, 4096).decode().splitlines()
+    os.close(ours)
+    assert max(map(len, shown)) <= columns
+    assert [one[:4].strip() for one in shown] == [""] * len(shown)
+    assert " ".join(" ".join(shown).split()) == " ".join(line.split())
+    assert (len(shown) == 1) is (columns == 200)

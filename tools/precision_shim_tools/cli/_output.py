@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
+import textwrap
 import threading
 import time
 
@@ -26,6 +28,7 @@ def show(text: str) -> None:
     """Print a text, in colours if the output is a terminal and rich is installed."""
     Progress.stop()
     if sys.stdout.isatty():
+        text = _fitted(text)
         try:
             from rich.console import Console
             from rich.text import Text
@@ -35,10 +38,26 @@ def show(text: str) -> None:
             shown = Text(_printable(text))
             for pattern, style in _STYLES.items():
                 shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
-            # soft_wrap=True, because wrapping by rich would break columns on a narrow terminal.
-            Console(highlight=False).print(shown, soft_wrap=True)
+            Console(highlight=False).print(shown, soft_wrap=True)  # it is wrapped already
             return
     write(text)
+
+
+def _fitted(text: str) -> str:
+    """Wrap the lines that are wider than the terminal, two columns further in than they begin."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
 
 
 def _printable(text: str) -> str:
@@ -87,7 +106,8 @@ class Progress(threading.Thread):
             with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 if moves:
                     seconds = time.monotonic() - begin
-                    print(f"\r\033[K{line}, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+                    wide = f"{line}, {seconds:.0f} s"[: shutil.get_terminal_size().columns - 1]
+                    print(f"\r\033[K{wide}", end="", file=sys.stderr, flush=True)
                 elif Progress.stage and line != shown:
                     print(line, file=sys.stderr, flush=True)
             shown = line
