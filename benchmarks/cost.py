@@ -1,0 +1,136 @@
+"""Measures what the shim costs a worker that imports its framework, and its commands.
+
+    python benchmarks/cost.py .tox                      # where tox keeps its environments
+    python benchmarks/cost.py .tox --old ../a-checkout  # beside another build, in turn
+
+Each figure is a median over the rounds; each round runs all cases in a new random order. Seconds
+are processor time, user and system, of the process. ``+`` is the median of the differences from the
+same framework without the shim, within a round; the spread is the middle half of the differences
+that two runs without the shim have. A checkout needs ``_version.py``, which its build writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKERS = {
+    "verl-0.9.1": (
+        "verl.workers.engine.megatron.transformer_impl",
+        "verl.workers.engine.fsdp.transformer_impl",
+    ),
+    "skyrl-0.4.0": ("skyrl.backends.skyrl_train.workers.worker",),
+    "nemo-rl-0.7.0": ("nemo_rl.models.policy.workers.dtensor_policy_worker_v2",),
+    "torchtitan-0.3.0": ("torchtitan.trainer",),
+}
+"""Maps a tox environment to the modules that a worker of its framework imports."""
+
+COMMANDS = {
+    "import torch": ("-c", "import torch"),
+    "precision-shim checkpoint nowhere": (
+        "-m",
+        "precision_shim_tools.cli",
+        "checkpoint",
+        "nowhere",
+    ),
+    "precision-shim doctor": ("-m", "precision_shim_tools.cli", "doctor"),
+}
+
+
+@dataclass
+class Case:
+    """A process to run, and the seconds and MiB of its runs."""
+
+    name: str
+    command: tuple[str, ...]
+    build: Path
+    seconds: list[float] = field(default_factory=list)
+    mebibytes: list[float] = field(default_factory=list)
+
+    def run(self, python: Path) -> None:
+        """Run the process once, and keep its figures."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+        paths = os.pathsep.join(str(self.build / one) for one in ("shim", "adapters", "tools"))
+        put = {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            (str(python), *self.command),
+            env={**inherited, **put},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode not in (0, 2):  # 2: what the command was asked for is not there
+            raise SystemExit(f"{self.name}: {' '.join(self.command)} ended with {status}")
+        self.seconds.append(usage.ru_utime + usage.ru_stime)
+        self.mebibytes.append(usage.ru_maxrss / 1024)
+
+
+def measured(python: Path, cases: list[Case], rounds: int) -> list[Case]:
+    for case in cases:  # fills the file cache, and writes bytecode
+        case.run(python)
+        case.seconds.clear()
+        case.mebibytes.clear()
+    for _ in range(rounds):
+        for case in random.sample(cases, len(cases)):
+            case.run(python)
+    return cases
+
+
+def added(values: list[float], base: list[float]) -> list[float]:
+    return [one - other for one, other in zip(values, base, strict=True)]
+
+
+def rows(name: str, cases: list[Case]) -> list[str]:
+    """The table's rows of one framework: without the shim twice, and with each build."""
+    base, again, *others = cases
+    low, _, high = statistics.quantiles(added(again.seconds, base.seconds), n=4)
+    seconds, memory = statistics.median(base.seconds), statistics.median(base.mebibytes)
+    found = [f"| {name} | without | {seconds:.2f} | {low:+.2f} to {high:+.2f} | {memory:.0f} | |"]
+    for case in others:
+        more = statistics.median(added(case.seconds, base.seconds))
+        wide = statistics.median(added(case.mebibytes, base.mebibytes))
+        ratio = f"{more:+.2f} (x {1 + more / seconds:.3f})"
+        total, size = statistics.median(case.seconds), statistics.median(case.mebibytes)
+        found.append(f"| | {case.name} | {total:.2f} | {ratio} | {size:.0f} | {wide:+.1f} |")
+    return found
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where tox keeps its environments")
+    parser.add_argument("--old", type=Path, help="a checkout of another build")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", help="one environment, such as verl-0.9.1")
+    asked = parser.parse_args()
+    builds = {"this build": ROOT, **({"the other build": asked.old} if asked.old else {})}
+    print("| worker imports | shim | CPU s | + s | MiB | + MiB |\n|---|---|---|---|---|---|")
+    for name, modules in WORKERS.items():
+        python = asked.folder / name / "bin" / "python"
+        if asked.only not in (None, name) or not python.exists():
+            continue
+        code = f"import {', '.join(modules)}"
+        on = f"import precision_shim; precision_shim.install(); {code}"
+        cases = [Case(one, ("-c", code), ROOT) for one in ("without", "again")]
+        cases += [Case(build, ("-c", on), place) for build, place in builds.items()]
+        print("\n".join(rows(name, measured(python, cases, asked.rounds))), flush=True)
+    python = asked.folder / next(iter(WORKERS)) / "bin" / "python"
+    if python.exists():
+        print(f"\n| command | {' | '.join(builds)} |\n|---|{'---|' * len(builds)}")
+        for name, command in COMMANDS.items():
+            cases = [Case(build, command, place) for build, place in builds.items()]
+            times = [
+                statistics.median(one.seconds) for one in measured(python, cases, asked.rounds)
+            ]
+            print(f"| `{name}` | {' | '.join(f'{one:.2f} s' for one in times)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
