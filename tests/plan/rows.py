@@ -80,8 +80,9 @@ def row(
     line: Sequence[str],
     *words: str,
     problems: Problems | None = None,
-    notes: Sequence[str] = (),
+    notes: Sequence[str | Sequence[str]] = (),
     silent: Sequence[str] = (),
+    built: Sequence[str] = (),
     marks: Sequence[pytest.MarkDecorator] = (),
 ) -> object:
     """A job that is planned.
@@ -91,13 +92,15 @@ def row(
         line: the launch line, in front of ``words``.
         words: the overrides of which the row is about.
         problems: by key, texts in ``"CODE SUBJECT: MESSAGE. REMEDY"`` of the only problem there.
-        notes: texts that are in the plan's notes or a model's.
-        silent: texts that are in no note.
+        notes: whole notes of the plan's, or texts that are all in one of its notes; each is there
+            once. A model's note begins with the model's name here.
+        silent: texts that are in no other note.
+        built: the names of the planned models.
         marks: further marks of pytest's.
     """
     texts = {key: (one,) if isinstance(one, str) else one for key, one in (problems or {}).items()}
     return pytest.param(
-        *((*line, *words), texts, notes, silent),
+        *((*line, *words), texts, notes, silent, list(built)),
         marks=(needs(package), *marks),
         id=" ".join(words[:1]),
     )
@@ -132,7 +135,7 @@ def _verls() -> Iterator[object]:
     yield row("verl", GRPO, f"++{key}=float16", problems=told, marks=native)
     words = (f"{OPTIM}.betas=[0.9,0.95]",)
     unread = f"{OPTIM}.betas=[0.9, 0.95]: verl does not pass it"
-    yield row("verl", on_megatron, *words, notes=[unread])
+    yield row("verl", on_megatron, *words, notes=[("actor: ", unread)], silent=["actor: "])
     # A key in a wrong section is told where it belongs.
     remedies = {
         "mixed_precision": f"Write {MIXED}, or",
@@ -175,13 +178,14 @@ def _verls() -> Iterator[object]:
         GRPO,
         *(f"+{key}=bf16" for key in keys),
         *known,
-        notes=[f"{key}=bf16: verl's config has no such key" for key in keys],
+        notes=[(f"{key}=bf16: verl's config has no such key",) for key in keys],
         silent=["rollout.dtype=bfloat16: ", "model_dtype=fp32: "],
     )
     # Dtypes of models that verl does not build.
     ref = "actor_rollout_ref.ref.fsdp_config.model_dtype=bf16"
     off = "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
-    yield row("verl", GRPO, ref, notes=[f"ref: not built, as {off}; without effect: {ref}"])
+    told = f"ref: not built, as {off}; without effect: {ref}"
+    yield row("verl", GRPO, ref, notes=[told], silent=silent)
     yield row("verl", GRPO, ref, f"{ACTOR}.use_kl_loss=true", silent=silent)
     words = ["critic.megatron.dtype=float16", f"{CRITICS}.exp_avg_dtype=bf16"]
     for more, why in (
@@ -189,7 +193,8 @@ def _verls() -> Iterator[object]:
         (("critic.enable=false", gae), "critic.enable=false"),
     ):
         told = f"critic: not built, as {why}; without effect: {', '.join(words)}"
-        yield row("verl", on_megatron, words[0], f"++{words[1]}", *more, notes=[told])
+        line = (*on_megatron, words[0], f"++{words[1]}", *more)
+        yield row("verl", line, notes=[told], silent=silent)
 
 
 def _skyrls() -> Iterator[object]:
@@ -214,8 +219,9 @@ def _skyrls() -> Iterator[object]:
         words = (f"trainer.algorithm.use_kl_loss={loss}", "trainer.bf16=false")
         yield row("skyrl", SKYRL_ON_FSDP, *words, problems=told)
     reduce = f"{SKYRLS_MIXED}.reduce_dtype"
-    yield row("skyrl", SKYRL_ON_FSDP, f"{reduce}=fp16", notes=[f"{reduce}=float16 is no fp16"])
-    yield row("skyrl", SKYRL_ON_FSDP, f"{reduce}=bf16", silent=["reduce_dtype"])
+    told = ("policy: ", f"{reduce}=float16 is no fp16")
+    yield row("skyrl", SKYRL_ON_FSDP, f"{reduce}=fp16", notes=[told])
+    yield row("skyrl", SKYRL_ON_FSDP, f"{reduce}=bf16", silent=["policy: "])
     told = {f"{LAYERS}.fp8_param": "fp8-parameters "}
     yield row("skyrl", SKYRL_ON_MEGATRON, f"{LAYERS}.fp8_param=true", problems=told)
     # Dtypes of models that SkyRL does not build.
@@ -226,8 +232,9 @@ def _skyrls() -> Iterator[object]:
     words += ["trainer.ref.megatron_config.transformer_config_kwargs.params_dtype=bf16"]
     for line in (SKYRL_ON_FSDP, SKYRL_ON_MEGATRON):
         alone = (*line, "trainer.algorithm.use_kl_loss=false")
-        notes = ["use_kl_loss", "model.path is null", *words]
-        yield row("skyrl", alone, *words, default, notes=notes, silent=[default])
+        notes = [("use_kl_loss", *words[1:]), ("model.path is null", words[0])]
+        told = {"notes": notes, "silent": ["not built", default], "built": ["policy"]}
+        yield row("skyrl", alone, *words, default, **told)
         yield row("skyrl", alone, silent=["not built"])
 
 
@@ -283,10 +290,17 @@ def _nemo_rls() -> Iterator[object]:
         "nemo_rl",
         DTENSOR,
         *(f"++{one}" for one in (*words, other)),
-        notes=[*told, f"{other}: NeMo-RL reads no key of this name"],
+        notes=[*((one,) for one in told), (f"{other}: NeMo-RL reads no key of this name",)],
     )
     told = "value: not built, as value.model_name is not set; without effect: value."
-    yield row("nemo_rl", on_megatron, "++value.precision=float16", notes=[told])
+    yield row(
+        "nemo_rl",
+        on_megatron,
+        "++value.precision=float16",
+        notes=[("value: not built", told)],
+        silent=["not built"],
+        built=["policy"],
+    )
     yield row("nemo_rl", on_megatron, silent=["not built"])
 
 

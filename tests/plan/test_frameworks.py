@@ -111,13 +111,14 @@ OURS = "loss scaling from 65536, growth x2 after 400 steps, backoff x0.5"
 """By the shim's own defaults."""
 
 
-@pytest.mark.parametrize(("line", "problems", "notes", "silent"), PLANNED)
+@pytest.mark.parametrize(("line", "problems", "notes", "silent", "built"), PLANNED)
 def test_what_the_plan_tells(
     model: Path,
     line: Sequence[str],
     problems: dict[str, Sequence[str]],
-    notes: Sequence[str],
+    notes: Sequence[str | Sequence[str]],
     silent: Sequence[str],
+    built: Sequence[str],
 ) -> None:
     code, plan = planned("--parameters", "1B", "--", *line)
     found = plan["problems"]
@@ -125,8 +126,15 @@ def test_what_the_plan_tells(
     assert (code, len(found), told.keys()) == (bool(problems), len(problems), problems.keys())
     for key, texts in problems.items():
         assert all(text in told[key] for text in texts), told[key]
-    every = [note for one in (plan, *plan["models"]) for note in one["notes"]]
-    assert [text for text in notes if not any(text in one for one in every)] == []
+    assert not built or subjects(plan) == built
+    every = plan["notes"]
+    every += [f"{one['subject']}: {note}" for one in plan["models"] for note in one["notes"]]
+    for texts in notes:
+        whole = isinstance(texts, str)
+        (note,) = (
+            one for one in every if (one == texts if whole else all(t in one for t in texts))
+        )
+        every.remove(note)
     assert [one for one in every if any(text in one for text in silent)] == []
 
 

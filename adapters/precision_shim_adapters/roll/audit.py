@@ -32,7 +32,7 @@ def audit(call: Call) -> Any:
         strategy.optimizer,
         model=strategy.model,
         scaler=(strategy, attrgetter("scaler")),
-        mend=f"leave {name}.strategy_args.strategy_config.param_dtype out",
+        fp32_key=f"leave {name}.strategy_args.strategy_config.param_dtype out",
         wrote=written(strategy),
     )
     return result

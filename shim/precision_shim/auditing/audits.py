@@ -70,12 +70,12 @@ def look(
     framework: str = "",
     subject: str = "",
     whole: bool = True,
-    mend: str = "",
+    fp32_key: str = "",
 ) -> Audit:
     """Make the audit that ``audit`` returns, with the framework's and the model's names set.
 
     An empty ``framework`` means the name of the optimizer's package. ``whole`` is whether
-    ``optimizer`` includes all of the model's optimizers. For ``mend`` see ``rules.find``, for
+    ``optimizer`` includes all of the model's optimizers. For ``fp32_key`` see ``rules.find``, for
     all other arguments ``audit``.
     """
     named = rules.parse_expected(expected)
@@ -93,7 +93,7 @@ def look(
             for name in ("frozen", "other"):
                 if not part.components[name].dtypes:
                     due.pop(name, None)
-        wrong, told = rules.find(reading, part, due, where, mend, wrote=wrote)
+        wrong, told = rules.find(reading, part, due, where, fp32_key, wrote=wrote)
         problems, notes = problems + wrong, notes + told
     rank, world = rank_of_job()
     every = [size for sizes in measured for size in sizes.values()]

@@ -31,7 +31,7 @@ def watch(
     scaler: tuple[Any, Callable[[Any], Any]] | None = None,
     by_user: Callable[[Finding], bool] | None = None,
     told: Callable[[Finding], bool] | None = None,
-    mend: str = "",
+    fp32_key: str = "",
     wrote: Iterable[Written] = (),
 ) -> None:
     """Audit an optimizer now and after its first step that makes states.
@@ -52,7 +52,7 @@ def watch(
             reference, and a function of this object that returns the loss scaler.
         by_user: function that returns whether the user's own config caused a problem.
         told: function that returns whether the user has already been warned of a problem.
-        mend: see ``rules.find``.
+        fp32_key: see ``rules.find``.
         wrote: the dtypes that the user wrote for the model in the framework's config.
 
     Raises:
@@ -80,7 +80,7 @@ def watch(
         scaler=None if scaler is None else (weakref.ref(scaler[0]), scaler[1]),
         by_user=by_user,
         told=told,
-        mend=mend,
+        fp32_key=fp32_key,
     )
     latest.add(watcher)
     every = current_settings()["watch_updates"]
@@ -126,7 +126,7 @@ class _Watcher(latest.Watched):
     scaler: tuple[weakref.ref[Any], Callable[[Any], Any]] | None = None
     by_user: Callable[[Finding], bool] | None = None
     told: Callable[[Finding], bool] | None = None
-    mend: str = ""
+    fp32_key: str = ""
     _stem: str = ""
     _steps: int = 0
     _done: bool = False
@@ -156,7 +156,7 @@ class _Watcher(latest.Watched):
                 framework=self.framework,
                 subject=self.subject,
                 whole=False,
-                mend=self.mend,
+                fp32_key=self.fp32_key,
             )
         except Exception as error:  # a failed audit must not end the training run
             _journal.warn_or_say(f"the audit of {type(optimizer).__name__} failed: {error!r}")

@@ -52,7 +52,7 @@ def find(
     part: AuditPart,
     expected: Mapping[str, str],
     where: str,
-    mend: str = "",
+    fp32_key: str = "",
     *,
     wrote: Collection[Written] = (),
 ) -> tuple[list[Finding], list[Finding]]:
@@ -65,7 +65,7 @@ def find(
         part: the ``AuditPart`` that was made from the reading.
         expected: dtypes that the caller expects, by component; they override the config's dtypes.
         where: framework and version, for messages.
-        mend: the config key, with its value, that keeps the parameters in fp32.
+        fp32_key: the config key, with its value, that keeps the parameters in fp32.
         wrote: the dtypes that the user wrote in the framework's config.
     """
 
@@ -78,7 +78,7 @@ def find(
         return found
 
     problems, notes = [*_problems(reading, part, expected, wrote)], [*_notes(reading)]
-    bare, most = _no_master(reading, mend)
+    bare, most = _no_master(reading, fp32_key)
     if bare:
         (problems if most else notes).insert(0, (NO_MASTER, "master", "fp32", NOTHING, bare))
     if part.scaler is None and any(p.dtype is torch.float16 for p in reading.trainable):
@@ -195,7 +195,7 @@ def _masters(
         yield fault("master-dtype", "master", due, held)
 
 
-def _no_master(reading: Reading, mend: str = "") -> tuple[str, bool]:
+def _no_master(reading: Reading, fp32_key: str = "") -> tuple[str, bool]:
     """Return what weights without masters lose, if there are any, and whether that is most."""
     told = reading.declared_states.master
     kept = {torch.int16, torch.float32, torch.float64}  # remainders and whole masters
@@ -212,8 +212,8 @@ def _no_master(reading: Reading, mend: str = "") -> tuple[str, bool]:
         lost, most = without_masters(least.lr, name_of(least.dtype))
     return (
         f"the optimizer steps {_names(state.dtype for state in bare)} parameters themselves, and "
-        f"{lost}: keep the parameters in fp32 ({mend and f'{mend}; '}FSDP's mixed precision "
-        "computes in 16 bits all the same) or use an optimizer with masters"
+        f"{lost}: keep the parameters in fp32 ({fp32_key and f'{fp32_key}; '}FSDP's mixed "
+        "precision computes in 16 bits all the same) or use an optimizer with masters"
     ), most
 
 

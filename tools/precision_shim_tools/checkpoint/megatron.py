@@ -228,16 +228,18 @@ def _lacks_common(part: CheckpointPart, core: str) -> Outcome | None:
     return Outcome("fails", lacking, "megatron-core 0.19 or newer")
 
 
-def _cannot_count(part: CheckpointPart, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
+def _cannot_count(
+    part: CheckpointPart, live: Live, shimmed: bool, repaired: bool
+) -> Outcome | None:
     """The outcome if CPU offload makes the load fail or lose the step count; else ``None``."""
     written = OFFLOADED in part.facts
     uncounted = written and not part.facts["counted"]
     plain = live.on_host is not None and not live.asked_aware
     fails = "Megatron loads nothing into an optimizer for CPU offload that is not precision-aware"
     lacking = "it has no step count, and the optimizer would count from 1 again"
-    if part.facts.get("names_classes") and not mended:
+    if part.facts.get("names_classes") and not repaired:
         return Outcome("fails", "its common state names classes, and torch does not load these")
-    if plain and not mended:
+    if plain and not repaired:
         return Outcome("fails", fails)
     if uncounted and shimmed:
         return Outcome("refused", lacking)
@@ -247,12 +249,12 @@ def _cannot_count(part: CheckpointPart, live: Live, shimmed: bool, mended: bool)
     return Outcome("misread", lacking) if uncounted else None
 
 
-def _judge_left_out(part: CheckpointPart, live: Live, mended: bool) -> Outcome | None:
+def _judge_left_out(part: CheckpointPart, live: Live, repaired: bool) -> Outcome | None:
     """The outcome if the inner optimizers would not receive all states; otherwise ``None``."""
     sharding = part.facts.get("sharding")
     if live.on_host is None:
         return None
-    if sharding == "dp_reshardable" and not mended:
+    if sharding == "dp_reshardable" and not repaired:
         return Outcome("misread", "the optimizer on the host would count its steps from 1 again")
     if sharding == "dp_zero_gather_scatter":
         because = "the stepped masters would be those of a step on random gradients"

@@ -151,8 +151,8 @@ class ShardedModel:
         if not (self.optimizer and self.lr) or self.dtype == "fp32":
             return ()
         lost, most = without_masters(self.lr, self.dtype)
-        mend = f"There are no fp32 masters: {self.keys['dtype']} keeps the parameters in fp32"
-        return (f"{lost}. {mend}",) if most else ()
+        remedy = f"There are no fp32 masters: {self.keys['dtype']} keeps the parameters in fp32"
+        return (f"{lost}. {remedy}",) if most else ()
 
     def _tensor_parallel(self) -> Iterator[str]:
         if self.optimizer and self.tensor > 1 and self.reduce not in ("", self.compute):

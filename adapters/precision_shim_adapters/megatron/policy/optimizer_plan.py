@@ -284,7 +284,7 @@ def _restrict(
     return row
 
 
-def stuck(asked: Mapping[str, Any]) -> str:
+def why_no_decay(asked: Mapping[str, Any]) -> str:
     """Why a bf16 exp_avg_sq cannot decay with the user's ``adam_beta2``; empty if it can."""
     beta2 = float(asked.get("adam_beta2", MEGATRON_BETA2))
     if second_moment_can_decay(beta2):
@@ -299,7 +299,7 @@ def _guard_second_moment(
     row: dict[str, Any], requested: RequestedConfig, why: list[str], warnings: list[str]
 ) -> None:
     """Keep exp_avg_sq in fp32, or warn, if a bf16 exp_avg_sq cannot decay with ``beta2``."""
-    reason = stuck(requested.asked)
+    reason = why_no_decay(requested.asked)
     if not reason:
         return
     if requested.auto == "guarded":

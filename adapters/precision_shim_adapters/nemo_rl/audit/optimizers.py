@@ -31,7 +31,7 @@ def see(worker: Any) -> None:
             optimizer,
             model=worker.model,
             scaler=(worker, ScaledTraining.scaler_of),
-            mend=f"{subject}.hf_config_overrides.dtype=float32",
+            fp32_key=f"{subject}.hf_config_overrides.dtype=float32",
             wrote=written(worker.cfg, subject),
         )
         _tell_audit(worker)

@@ -46,7 +46,7 @@ def look_at_worker(call: Call) -> Any:
             worker.optimizer,
             model=worker.model,
             scaler=(strategy, ScaledTraining.scaler_of),
-            mend="bf16=False of SkyRL's model",
+            fp32_key="bf16=False of SkyRL's model",
             wrote=wrote,
         )
     return result

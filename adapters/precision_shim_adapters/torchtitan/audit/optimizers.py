@@ -39,7 +39,7 @@ def _see(trainer: Any, subject: str) -> None:
         inner=optimizers[-1],
         model=trainer.model_parts,
         scaler=(trainer, ScaledTraining.scaler_of),
-        mend=f"{prefix}training.dtype=float32",
+        fp32_key=f"{prefix}training.dtype=float32",
         wrote=written(trainer.config.training, prefix),
     )
 

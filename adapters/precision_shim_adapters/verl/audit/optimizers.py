@@ -55,9 +55,9 @@ def audit(call: Call) -> Any:
     if optimizer is None:  # a reference model has no optimizer
         return result
     parts, read = inside(optimizer), config.of_worker(owner)
-    subject, mend = read.subject, read.in_fp32
+    subject, fp32_key = read.subject, read.in_fp32
     if parse_dtype(str(read.get("model_dtype"))) is torch.float32:
-        mend = "ep_size=1"  # see ``automodel.tell_rounded_weights``
+        fp32_key = "ep_size=1"  # see ``automodel.tell_rounded_weights``
     watch(
         "verl",
         subject,
@@ -65,7 +65,7 @@ def audit(call: Call) -> Any:
         inner=parts[-1] if parts else None,
         model=getattr(owner, "module" if hasattr(owner, "module") else f"{subject}_module"),
         scaler=(owner, lambda owner: getattr(owner, "scaler", None)),
-        mend=mend,
+        fp32_key=fp32_key,
         wrote=read.written(),
     )
     return result

@@ -552,7 +552,7 @@ def _warnings(asked: MegatronModel, side: Side) -> Iterator[str]:
             f"{asked.key_of(flag or own)} out"
         )
     moment, aware = "exp_avg_sq_dtype", side.fields.get(megatron.PRECISION_AWARE)
-    why = optimizer_plan.stuck(fields)
+    why = optimizer_plan.why_no_decay(fields)
     low = aware and read_dtype(side.fields.get(moment)) is torch.bfloat16
     if why and low and moment in {**asked.requested.opt_in, **fields}:
         line = asked._line(BETA2, 0.95)
