@@ -7,6 +7,8 @@ import zipfile
 
 import pytest
 
+from precision_shim_tools.upstream.trees import submodules
+
 from .conftest import write
 
 NEXT = {
@@ -77,6 +79,24 @@ def test_a_checkout(against, tmp_path):
     files["src/toy/version.py"] = "__version__ = '2.0'\n"
     told = against(write(tmp_path / "given", files))
     assert (told["version"], told["holds"]) == ("2.0", {"toy": "2.0"})
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_checkouts_submodules(filled, against, tmp_path):
+    """A submodule within a submodule is read; an empty one is named; none lies outside of PATH."""
+    here, beneath = tmp_path / "given", "3rdparty/Bridge"
+    modules = f'[submodule "a"]\n\tpath = {beneath}\n[submodule "b"]\n\tpath = ../..\n'
+    write(here, {**NEXT, ".gitmodules": modules})
+    (here / beneath).mkdir(parents=True)
+    if filled:
+        bridge = {
+            f"src/megatron/bridge/{name}": text for name, text in NEXT.items() if "__" in name
+        }
+        write(here / beneath, {**bridge, ".gitmodules": '[submodule "c"]\n\tpath = core\n'})
+        (here / beneath / "core").mkdir()
+    given = [here, tmp_path]
+    assert [len(list(submodules(one))) for one in given] == [1 + filled, 0]
+    assert against(here)["ok"]
 
 
 @pytest.mark.parametrize(

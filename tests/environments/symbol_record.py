@@ -69,13 +69,16 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
 
 
 def record(file: Path) -> None:
-    """Add the digests of what is installed here to a file of symbols."""
+    """Add the digests of what is installed here to a file of symbols.
+
+    Of Megatron it adds what any adapter wraps, because a framework also runs on the Megatron that
+    another framework's environment pins.
+    """
     known = _symbols.read_symbols(file)
     for entry in registry.entries(third_party=False).values():
-        if versions.version_of(entry.distribution, entry.packages) is not None:
-            for name, version, digests in installed_digests(registry.load(entry)):
-                add(known, name, version, digests)
-                print(f"{name} {version}: {sum(map(bool, digests.values()))} symbols")
+        for name, version, digests in installed_digests(registry.load(entry)):
+            add(known, name, version, digests)
+            print(f"{name} {version}: {sum(map(bool, digests.values()))} symbols")
     write(known, file)
 
 

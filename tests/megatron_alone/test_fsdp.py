@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import precision_shim
+from precision_shim.process import registry, settings
+from precision_shim.seams import check
+from precision_shim.seams._source import installed, looking_at
 from precision_shim_adapters.megatron import RequestedConfig, building
 from precision_shim_adapters.megatron.installed import FSDP_GRADS, fsdp_heeds_bucket
 from precision_shim_tools.plan.megatron.model import MegatronModel, decide
@@ -91,3 +94,26 @@ def test_the_bucket_is_as_promised(
     with differs if written is False else contextlib.nullcontext():
         assert bucket(**asked, **ddp) == planned(**asked, own=own, shim=True) == {expected}
     assert any("gradient bucket" in one.chosen for one in precision_shim.status().decisions)
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallelV1", "Renamed"])
+def test_megatron_fsdp_alone_is_refused_where_its_classes_changed(name: str) -> None:
+    """Megatron's main has a function of the old name, which picks one of two classes."""
+    module, head = "megatron.core.distributed.fsdp.mcore_fsdp_adapter", "    def __init__(self, "
+    text = f"def FullyShardedDataParallel(config):\n    pass\n\n\nclass {name}:\n"
+    text += f"{head}config, ddp_config, module, pg_collection=None):\n        pass\n"
+
+    def source(asked: str) -> Any:
+        return (lambda: text) if asked == module else installed(asked)
+
+    chosen = settings.resolve(frameworks=("megatron",), known_frameworks=registry.entries())
+    with looking_at(source):
+        adapter = registry.load(registry.entries()["megatron"])
+        seams = check(adapter, chosen.features, chosen).predicted()
+    refused = {one.group for one in seams if one.state == "refused"}
+    assert refused == (set() if name.endswith("V1") else {"megatron-fsdp"})
+    assert {one.feature for one in seams if one.group == "megatron-fsdp"} == {
+        "dtype-coercion",
+        "grad-bucket-alignment",
+        "fp16-scaling",
+    }

@@ -386,6 +386,27 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(sides: Nemo) -> None:
     assert keys[1][0].startswith("not resolved on this machine, and read as left out: ")
 
 
+@pytest.mark.parametrize(
+    ("backend", "section"), [("trtllm", "trtllm_cfg"), ("dynamo", "vllm_cfg"), ("tgi", "vllm_cfg")]
+)
+def test_further_backends_of_nemo_rls_main(sides: Nemo, backend: str, section: str) -> None:
+    """NeMo-RL passes each one's ``precision`` to its engine, as it does to vLLM."""
+    place = "policy.generation"
+    words = (f"{place}.backend={backend}", f"++{place}.{section}.precision=bfloat16")
+    problems, notes = both.of_plan(sides.line((*words, "policy.precision=float16")))
+    assert len(problems) == (backend != "tgi")
+    assert all(f"Write {place}.{section}.precision=float16" in one for one in problems)
+    assert ("bf16 beside the policy's fp16" in " ".join(notes)) == (backend != "tgi")
+
+
+@pytest.mark.parametrize("transport", ["nixl", "vllm_zmq_sparse", "nccl_reshard", ""])
+def test_a_transport_that_the_audit_does_not_see_is_told(sides: Nemo, transport: str) -> None:
+    words = (f"++policy.generation.refit_transport={transport}",) if transport else ()
+    _, notes = both.of_plan(sides.line(words), about="weight sync: audit: ")
+    assert len(notes) == len(words)
+    assert all(f"refit_transport={transport}: the sent" in one for one in notes)
+
+
 # -- the weights -------------------------------------------------------------------------------
 
 

@@ -18,14 +18,21 @@ FUSED_ADAM_ARGUMENTS = (
 """The arguments of FusedAdam that Megatron's precision-aware optimizer needs."""
 
 
-FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
+FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel"
+FSDP_CLASSES = (
+    {"target": f"{FSDP}.__init__", "unless": (f"{FSDP}V1",)},
+    {"target": f"{FSDP}V1.__init__", "only_if": (f"{FSDP}V1",)},
+    {"target": f"{FSDP}V2.__init__", "only_if": (f"{FSDP}V2",)},
+)
+"""Where a model is wrapped: where there are two classes, ``FSDP`` is a function that picks one."""
+
 FSDP_GRADS = "megatron_fsdp_main_grads_dtype"
 """The DDP's field with the dtype of Megatron-FSDP's buckets, from megatron-core 0.17 on."""
 
 
 def fsdp_heeds_bucket() -> bool:
     """Whether Megatron-FSDP reads ``grad_reduce_in_fp32``, as it does up to megatron-core 0.18."""
-    names = look(FSDP).names
+    names = look(f"{FSDP}.__init__").names | look(f"{FSDP}V1.__init__").names
     return FSDP_GRADS not in names or "grad_reduce_in_fp32" in names
 
 

@@ -43,7 +43,12 @@ BLOCK = "precision_shim"
 """Key of the shim's optional block in the config of a policy or value model."""
 
 PLACE = "policy.generation"
-SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
+SECTIONS = {
+    "vllm": ("vllm_cfg", "precision"),
+    "dynamo": ("vllm_cfg", "precision"),  # Dynamo runs vLLM
+    "sglang": ("sglang_cfg", "dtype"),
+    "trtllm": ("trtllm_cfg", "precision"),
+}
 """Maps a rollout engine to the section and the key of its dtype in the config."""
 
 Keys = tuple[str, ...]
@@ -233,7 +238,7 @@ def read_rollout(policy: Mapping[str, Any]) -> Engine | None:
         read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
         if read == FP8:
             because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16"
-    elif name == "vllm_cfg" or name not in generation:
+    elif name != "sglang_cfg" or name not in generation:
         return None
     else:  # NeMo-RL passes SGLang no dtype
         read, because = AUTO, f"{key} is left out"

@@ -7,11 +7,11 @@ weights. Megatron's own rollout (``backend: megatron``) and the teachers of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting import Call, Decision, seam, versioned
 from precision_shim.adapting.rollouts import AUTO, FP8, Engine
 from precision_shim.errors import DtypeError
 
@@ -22,6 +22,7 @@ from ..agreement.report import FEATURE, Sides, report_sides
 from .config import FRAMEWORK, PLACE, SECTIONS, read_rollout, read_trained
 
 GROUP = "rollout"
+_SINGLE = "nemo_rl.algorithms.single_controller_utils.setup:setup_single_controller"
 _DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
 
 
@@ -86,7 +87,18 @@ def read_sides(config: Any) -> Sides | None:
             rollout = resolve_by_model(rollout, str(generation.get("backend")), path)
         others = [engine for engine in (rollout, teacher) if engine is not None]
     heads = unchanged_heads("policy", "NeMo-RL")
-    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
+    decided = tuple(_unseen(generation.get("refit_transport")))
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads, decided)
+
+
+def _unseen(transport: object) -> Iterator[Decision]:
+    """Say that the audit of the sent weights does not cover a transport of NeMo-RL's main."""
+    if transport is not None:
+        because = "this transport does not send them through the functions that the audit wraps"
+        if transport == "nccl_reshard":
+            because = "only the weights that are broadcast reach a function that the audit wraps"
+        chosen = f"{PLACE}.refit_transport={transport}: the sent weights are not audited whole"
+        yield Decision(FRAMEWORK, "weight sync", "audit", chosen, because)
 
 
 def _part(config: Any, name: str) -> Any:
@@ -101,6 +113,7 @@ def _part(config: Any, name: str) -> Any:
         {"target": "nemo_rl.algorithms.grpo:setup"},
         {"target": "nemo_rl.algorithms.distillation:setup", "optional": True},
         {"target": "nemo_rl.algorithms.ppo:setup", "optional": True},
+        {"target": _SINGLE, "optional": True},
     ],
     why="the driver, before it asks Ray for a worker: policy, rollout and teacher have keys of "
     "their own",

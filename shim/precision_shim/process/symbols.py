@@ -93,6 +93,8 @@ def judge_version(
 ) -> tuple[bool, str]:
     """Return whether a version is tested, and sentences that compare its code with the record.
 
+    With ``closely``, a version whose own code differs from the recorded code is not tested.
+
     There is a sentence for each distribution, of the framework or of a backend, whose version is
     not recorded, and with ``closely`` also for each whose code differs from its version's recorded
     code. A distribution without any recorded version has no sentence.
@@ -116,6 +118,7 @@ def judge_version(
             reasons.append(alike if own else f"{distribution} {here}: {alike}")
         elif digests and not is_as(shipped(), distribution, plain(here), digests):
             differing.append(f"{distribution} {here} has other code than was recorded")
+            tested = tested and not own
     return tested, "; ".join([*reasons, *differing])
 
 

@@ -7,9 +7,10 @@ It imports and executes no code of the wheel or folder.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from precision_shim.seams._source import looking_at
 from precision_shim_adapters.agreement.engine_names import RELIED_ON
 
 from ..predicted import as_dict, predict_status
-from ..upstream.trees import Tree, open_tree, over
+from ..upstream.trees import Tree, open_tree, over, submodules
 from ._output import show, write
 
 Report = dict[str, Any]
 """The result for one framework, as printed with ``--json``: its status; ``holds`` and ``installed``
-(the versions that were read in PATH, and where they are installed); ``problems``; ``ok``."""
+(the versions that were read in PATH, and where they are installed); ``submodules`` (where in PATH,
+of those in a submodule) and ``empty`` submodules; ``problems``; ``ok``."""
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -78,7 +80,8 @@ def _judge_all(path: Path, framework: str | None) -> list[tuple[Report, Framewor
             if framework is not None
             or _installed.version_of(entry.distribution, entry.packages) is not None
         ]
-    judged = [_judge(entry, tree) for entry in held]
+    pinned = dict(_pinned(path)) if path.is_dir() else {}
+    judged = [_judge(entry, tree, pinned) for entry in held]
     judged = [(report, status) for report, status in judged if report["holds"]]
     if not judged:
         inside = ", ".join(filter(tree.has, _registry.shared()))
@@ -89,29 +92,53 @@ def _judge_all(path: Path, framework: str | None) -> list[tuple[Report, Framewor
     return judged
 
 
-def _judge(entry: Adapter, tree: Tree) -> tuple[Report, FrameworkStatus]:
+def _pinned(path: Path) -> Iterator[tuple[str, Tree | None]]:
+    """Yield a checkout's submodules by their path; ``None`` for an empty folder."""
+    for folder in submodules(path):
+        name = folder.relative_to(path.resolve()).as_posix()
+        if not folder.is_dir() or not any(folder.iterdir()):
+            yield name, None
+        else:
+            with contextlib.suppress(SourceError):  # it has no package that the shim patches
+                yield name, open_tree(folder, tuple(_registry.shared()))
+
+
+def _judge(
+    entry: Adapter, tree: Tree, pinned: Mapping[str, Tree | None]
+) -> tuple[Report, FrameworkStatus]:
+    inside = {"": tree, **{name: one for name, one in pinned.items() if one is not None}}
+
+    def whose(packages: Iterable[str]) -> str | None:
+        return next((name for name, one in inside.items() if any(map(one.has, packages))), None)
+
     def version_of(distribution: str, packages: Iterable[str]) -> str | None:
         packages = list(packages)
-        for package in filter(tree.has, packages):
-            return tree.version_of(distribution, package)
+        one = inside.get(whose(packages) or "", tree)
+        for package in filter(one.has, packages):
+            return one.version_of(distribution, package)
         return None if tree.complete else _installed.version_of(distribution, packages)
 
     name = entry.framework
     settings = _settings.resolve(frameworks=(name,), known_frameworks=_registry.entries())
     # Load the adapter within looking_at(), because an adapter may read source while it is loaded.
-    with looking_at(over(tree)):
+    with looking_at(over(*inside.values())):
         status, problems = predict_status(entry, settings, version_of)
         targets = _symbols.targets_by_distribution(_registry.load(entry))
     if status.version is None:  # ``path`` has only a backend, such as Megatron-core
         problems = []
     packages = {name: (package,) for package, name in _registry.shared().items()}
     read: dict[str, dict[str, str]] = {"holds": {}, "installed": {}}
+    places: dict[str, str] = {}
     for distribution in targets:
         beneath = packages.get(distribution, entry.packages)
         version = version_of(distribution, beneath)
         if version is not None:
-            where = "holds" if any(map(tree.has, beneath)) else "installed"
-            read[where][distribution] = version
+            place = whose(beneath)
+            read["holds" if place is not None else "installed"][distribution] = version
+            if place:
+                places[distribution] = place
+    empty = [one for one, found in pinned.items() if found is None] if read["installed"] else []
+    read |= {"submodules": places, "empty": dict.fromkeys(empty, "")}
     report = {"framework": name, **as_dict(status), **read, "problems": problems}
     return {**report, "ok": not problems}, status
 
@@ -142,7 +169,15 @@ def _text(report: Report, status: FrameworkStatus, path: Path) -> str:
     lines = fold(f"{path.name}, for {report['framework']}", 0, 2)
     for key, where in (("holds", f"in {path.name}"), ("installed", "where it is installed")):
         for name, version in report[key].items():
-            lines += fold(f"{name} {version}, read {where}", 2, 4)
+            pin = report["submodules"].get(name)
+            lines += fold(f"{name} {version}, read {where}" + (f"/{pin}" if pin else ""), 2, 4)
+    for name in report["empty"]:
+        lines += fold(
+            f"{name}: pinned by this checkout and empty here, so not what was read: git submodule "
+            "update --init --recursive",
+            2,
+            4,
+        )
     features = dict.fromkeys(seam.feature for seam in status.seams)
     lines += ["", *_status_text.framework(report["framework"], status, features, ahead=True)]
     lines += ["", "problems" if report["problems"] else "no problems"]

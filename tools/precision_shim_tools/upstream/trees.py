@@ -6,6 +6,7 @@ then the installed packages.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterator
 from email.parser import BytesHeaderParser
@@ -101,13 +102,25 @@ def _distributions(top: Root) -> Iterator[tuple[str, str]]:
                     yield normal(head["Name"]), head["Version"]
 
 
-def over(tree: Tree) -> Source:
-    """Return a source that reads modules from a tree, or else from the installed packages."""
+def over(*trees: Tree) -> Source:
+    """Return a source that reads modules from the first tree with them, or else as installed."""
 
     def find(module: str) -> Reader | None:
-        return (tree.find if tree.complete or tree.owns(module) else installed)(module)
+        inside = (tree.find for tree in trees if tree.complete or tree.owns(module))
+        return next(inside, installed)(module)
 
     return find
+
+
+def submodules(path: Path) -> Iterator[Path]:
+    """The folders of a checkout's git submodules, and of theirs, filled or empty."""
+    file = path / ".gitmodules"
+    if file.is_file():
+        for inner in re.findall(r"^\s*path *= *(.+?)\s*$", file.read_text("utf-8"), re.MULTILINE):
+            folder = (path / inner).resolve()
+            if path.resolve() in folder.parents:
+                yield folder
+                yield from submodules(folder)
 
 
 def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:

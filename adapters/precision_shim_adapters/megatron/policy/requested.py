@@ -33,6 +33,9 @@ APPLYING = ("dtype-coercion", DISPATCH, SCALING)
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
 """The features of seams that call ``building``; these features depend on the model being built."""
 
+FSDP_GROUP = "megatron-fsdp"
+"""A group of its own: a change of Megatron-FSDP's classes costs only the models that it shards."""
+
 MOSTLY: dict[str, Any] = {"group": GROUP, "optional": True}
 """The arguments that most seams on Megatron's own functions share."""
 ON_SCALING = {"feature": SCALING, **MOSTLY}

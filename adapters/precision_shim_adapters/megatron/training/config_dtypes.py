@@ -21,8 +21,9 @@ from precision_shim.precision.dtypes import coerce_dtype, pick_name
 from precision_shim.precision.findings import Problem
 from precision_shim.seams import definition, find_spec
 
+from ..installed import FSDP_CLASSES
 from ..policy.legality import read_switch
-from ..policy.requested import COERCION, MOSTLY
+from ..policy.requested import COERCION, FSDP_GROUP, MOSTLY
 from .build import megatron_label
 
 _DDP = "megatron.core.distributed"
@@ -185,7 +186,7 @@ def coerce_made(call: Call) -> Any:
     at=[
         "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
         f"{_DDP}.distributed_data_parallel:DistributedDataParallel.__init__",
-        f"{_DDP}.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__",
+        *({**place, "group": FSDP_GROUP} for place in FSDP_CLASSES),
     ],
     why="frameworks set fields on a finished config; nothing is built from it yet",
     **_COERCE,

@@ -20,9 +20,9 @@ from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
 from ..checkpoints.optimizer_state import bucket_without_shim
-from ..installed import FSDP, FSDP_GRADS, fsdp_heeds_bucket
+from ..installed import FSDP_CLASSES, FSDP_GRADS, fsdp_heeds_bucket
 from ..policy.bucket import SUMS, choose_bucket, describe_bucket, fsdp_in_fp32
-from ..policy.requested import ALIGNMENT, DISPATCH, MOSTLY, SCALING, InForce
+from ..policy.requested import ALIGNMENT, DISPATCH, FSDP_GROUP, MOSTLY, SCALING, InForce
 from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
@@ -125,10 +125,10 @@ def _align(build: Build, config: Any, model: TrainableDtypes, now: InForce) -> t
 
 
 @seam(
-    FSDP,
-    (ALIGNMENT, SCALING),
-    group="megatron-fsdp",
-    why="the same for Megatron-FSDP, which has a class of its own",
+    feature=(ALIGNMENT, SCALING),
+    at=FSDP_CLASSES,
+    group=FSDP_GROUP,
+    why="the same for Megatron-FSDP, which has classes of its own",
     delete_when="Megatron's check asks whether the loss scale is dynamic, and the bucket follows "
     "the main grads",
     optional=True,
@@ -141,7 +141,7 @@ def build_fsdp(call: Call, ddp_config: Any, module: Any, pg_collection: Any = No
     model = _over_stages(trainable_dtypes(module.parameters()), pg_collection)
     changed = copy.copy(ddp_config)
     now = build.in_force()
-    if in_force(build.framework, SCALING, "megatron-fsdp"):
+    if in_force(build.framework, SCALING, FSDP_GROUP):
         _let_overflows_pass(build, changed, model, now)
     compared = _align_fsdp(build, changed, model, now)
     if changed != ddp_config:
@@ -157,7 +157,7 @@ def _align_fsdp(
 ) -> torch.dtype | None:
     """Like ``_align``; a ``megatron_fsdp_main_grads_dtype`` in the config is the user's."""
     own, present = getattr(config, FSDP_GRADS, None), config.grad_reduce_in_fp32
-    if not in_force(build.framework, ALIGNMENT, "megatron-fsdp"):
+    if not in_force(build.framework, ALIGNMENT, FSDP_GROUP):
         return None
     if own is not None:
         in_fp32 = fsdp_in_fp32(bool(present), own, heeded=fsdp_heeds_bucket())
