@@ -21,6 +21,7 @@ _WHERE = {
     "DtypeError": ".errors",
     "SeamError": ".errors",
     "SourceError": ".errors",
+    "PartialInstallationError": ".errors",
     "InconsistentPrecisionError": ".errors",
     "UnsupportedPrecisionError": ".errors",
     "CheckpointLayoutError": ".errors",

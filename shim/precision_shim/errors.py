@@ -34,6 +34,10 @@ class SourceError(PrecisionShimError, ValueError):
     """A path that the user gave contains no framework's source, or cannot be read."""
 
 
+class PartialInstallationError(PrecisionShimError, RuntimeError):
+    """Some processes of a job have no shim, or another version or settings than this process."""
+
+
 class InconsistentPrecisionError(PrecisionShimError, ValueError):
     """Optimizer config, live parameters and gradient buckets contradict each other."""
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 import precision_shim
+from precision_shim.errors import PartialInstallationError
+from precision_shim.process import marks
 from precision_shim_adapters.megatron import RequestedConfig, building, metrics
 from precision_shim_tools.testing import (
     megatron_on_cpu,
@@ -38,16 +40,18 @@ def run(launch: Launch) -> Any:
         megatron_on_cpu(),
         model_parallel(2, launch.rank, launch.store, **launch.options["parallel"]),
     ):
-        precision_shim.install(
-            frameworks="megatron", features="fp16-scaling", strict=True, export=False
-        )
+        marks.PATIENCE = 1.0
+        if launch.options.get("only") in (None, launch.rank):
+            precision_shim.install(
+                frameworks="megatron", features="fp16-scaling", strict=True, export=False
+            )
         try:
             return {"fsdp": fsdp, "tensors": tensors, "unscaled": unscaled}[launch.case](launch)
         finally:
             precision_shim.uninstall()
 
 
-def fsdp(launch: Launch) -> bool:
+def fsdp(launch: Launch) -> bool | str:
     """Build Megatron-FSDP's stage of a model whose last stage trains only fp32 parameters.
 
     Returns ``check_for_nan_in_grad``. A CPU runs the ``__init__`` of Megatron-FSDP in part only.
@@ -62,7 +66,10 @@ def fsdp(launch: Launch) -> bool:
         building("megatron", lambda: RequestedConfig(asked={"fp16": True})),
         contextlib.suppress(Exception),
     ):
-        made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
+        try:
+            made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
+        except PartialInstallationError as error:
+            return str(error)
     return bool(vars(made)["ddp_config"].check_for_nan_in_grad)
 
 

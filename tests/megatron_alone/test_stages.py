@@ -16,6 +16,12 @@ def test_megatron_fsdp(launch: Ranks) -> None:
     assert launch("fsdp", parallel={"pipeline_model_parallel_size": 2}) == [False, False]
 
 
+def test_a_rank_without_the_shim_is_named(launch: Ranks) -> None:
+    """Before the stages gather their dtypes, which only ranks with the shim do."""
+    told, _ = launch("fsdp", parallel={"pipeline_model_parallel_size": 2}, only=0)
+    assert "of 2 ranks, rank 1: without the shim" in str(told)
+
+
 def test_an_unscaled_loss_is_told_on_the_last_stage(launch: Ranks) -> None:
     """The other stages have no loss; the last has it in its last virtual stage."""
     stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}

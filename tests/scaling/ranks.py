@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -392,5 +393,46 @@ def prepare():
 def run(launch):
     """Run the launch's case in this rank."""
     torch.use_deterministic_algorithms(mode=True)
+    if launch.case == "marked":
+        return marked(launch)
     with launch.joined():
         return globals()[launch.case](Path(launch.folder))
+
+
+def marked(launch):
+    """Unscale on each rank that has the shim; returns the error, or ``""``.
+
+    ``given``: each rank's settings, version and whether it has the shim; ``group``: the scaler's.
+    """
+    import precision_shim
+    from precision_shim.errors import PartialInstallationError
+    from precision_shim.process import marks
+
+    marks.PATIENCE = 0.5
+    given = launch.options["given"][launch.rank]
+    marks.__version__ = given.get("version", "1.0")
+    late = launch.options.get("late") == launch.rank
+    install = {"settings": given.get("settings", {}), "export": False}
+    if given["on"] and not late:
+        precision_shim.install(**install)
+    found = []
+    for turn in range(2):
+        (launch if not turn else replace(launch, store=f"{launch.store}-2")).join()
+        if given["on"] and late and not turn:
+            precision_shim.install(**install)
+        ranks = launch.options.get("group", list(range(launch.world)))
+        group = dist.new_group(ranks)
+        if given["on"] and launch.rank in ranks:
+            parameter = torch.nn.Parameter(torch.ones(1))
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            scaler = LossScaler(SETTINGS, device="cpu", process_group=group)
+            scaler.attach(parameter.sum())
+            parameter.grad = torch.ones(1)
+            try:
+                scaler.unscale_(optimizer)
+                found.append("")
+            except PartialInstallationError as error:
+                found.append(str(error))
+        dist.barrier()
+        dist.destroy_process_group()
+    return found

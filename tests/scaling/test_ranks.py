@@ -175,3 +175,37 @@ def test_a_rank_that_owns_no_trainable_element_skips_and_scales_as_the_others(ru
             ({"loss_scale": 32.0, "skipped_steps": 1.0}, 16.0, False),
             ({"loss_scale": 16.0, "skipped_steps": 1.0}, 32.0, True),
         ]
+
+
+WITH, WITHOUT = {"on": True}, {"on": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "told"),
+    [
+        pytest.param([WITH, WITH], {}, "", id="every process"),
+        pytest.param([WITH, WITH], {"late": 1}, "", id="install() after the group was made"),
+        pytest.param([WITH, WITHOUT], {}, "of 2 ranks, rank 1: without the shim", id="half"),
+        pytest.param(
+            [WITH, {"on": True, "version": "0.9"}], {}, "rank 1: version=0.9 (here 1.0)", id="old"
+        ),
+        pytest.param(
+            [WITH, {"on": True, "settings": {"growth_interval": 7}}],
+            {},
+            "rank 1: growth_interval=7 (here 400)",
+            id="another setting",
+        ),
+        pytest.param(
+            [WITH, {"on": True, "settings": {"log": "quiet"}}], {}, "", id="a setting of one rank"
+        ),
+        pytest.param(
+            [WITH, WITH, WITHOUT], {"group": [0, 1]}, "", id="a subgroup whose ranks all have it"
+        ),
+    ],
+)
+def test_ranks_without_the_shim_are_named(run_ranks, given, options, told):
+    """Twice: the second process group has a store of its own."""
+    first = run_ranks("marked", world=len(given), given=given, **options)[0]
+    assert len(first) == 2
+    for one in first:
+        assert (told in one) if told else (one == "")

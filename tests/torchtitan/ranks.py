@@ -2,6 +2,7 @@
 
 The case is ``policy`` or ``pretrain``. Options of a launch:
     on: whether the shim is installed.
+    only: the only rank that has the shim, if not all have it.
     first, last: range of the steps that this process takes, numbered over the whole job.
     overflows: the steps in which rank ``on_rank`` (default: the last) has an overflow.
     load, save: whether the rank loads a checkpoint before training, and saves one after.
@@ -43,13 +44,20 @@ def run(launch: Launch) -> Any:
     from ..every_framework.shim_warnings import ours  # it imports the shim
 
     given = dict(launch.options)
-    if given.get("on", True):
+    only = given.get("only")
+    theirs = _theirs()
+    if only is not None:
+        from precision_shim.process import marks
+
+        marks.PATIENCE = 1.0
+        theirs += (RuntimeError,)  # the other rank has left
+    if given.get("on", True) and only in (None, launch.rank):
         precision_shim.install(settings={**SETTINGS, **given.get("settings", {})})
     cpu.enter(launch.world, launch.rank, launch.store)
     with ours() as warned:
         try:
             found = _train(launch, given)
-        except (PrecisionShimError, *_theirs()) as error:
+        except (PrecisionShimError, *theirs) as error:
             found = {"error": f"{type(error).__name__}: {error}"}
     found["warned"] = warned
     found["decisions"] = [one.chosen for one in precision_shim.status().decisions]

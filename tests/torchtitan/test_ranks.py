@@ -41,6 +41,12 @@ def test_two_shards_skip_together_and_resume(ranks: Ranks, case: str) -> None:
         assert not ours["warned"]
 
 
+def test_a_rank_without_the_shim_is_named(ranks: Ranks) -> None:
+    first, _ = ranks("pretrain", first=0, last=1, only=0)
+    assert "PartialInstallationError" in first["error"]
+    assert "of 2 ranks, rank 1: without the shim" in first["error"]
+
+
 def test_files_of_two_saves_are_refused(ranks: Ranks) -> None:
     """A killed save, or another job's, leaves one rank's file beside another save's."""
     places = []

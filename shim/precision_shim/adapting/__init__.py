@@ -17,7 +17,7 @@ from ..precision.findings import Decision, Findings, Problem
 from ..process import settings as _settings
 from ..process.framework import Adapter, Checkpoints
 from ..process.names import meant
-from ..process.session import current_settings, in_force
+from ..process.session import check_ranks, current_settings, in_force
 from ..process.settings import FEATURES, Settings
 from ..process.versions import version_of
 from ..reporting import journal as _journal
@@ -48,6 +48,7 @@ __all__ = [
     "Symbol",
     "around",
     "at_uninstall",
+    "check_ranks",
     "collect",
     "current_settings",
     "decide",

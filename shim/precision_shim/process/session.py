@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
 
 from ..auditing import latest
 from ..errors import PrecisionShimError, SeamError, SettingsError
@@ -23,6 +24,7 @@ from .finders import Watcher
 from .framework import Adapter
 from .in_force import asked_for, offered
 from .in_force import in_force as _by_settings
+from .marks import Marks
 from .registry import entries, load
 from .settings import PREFIX, Settings
 from .symbols import judge_version, missed, plain
@@ -59,6 +61,7 @@ class _Session:
             missed=missed,
         )
         self.sleeper = Watcher(self._wake, before=True)
+        self.marks = Marks(settings)
         self.late: list[str] = []
         """What existed before ``install()`` and stays without the shim."""
 
@@ -72,6 +75,7 @@ class _Session:
         if self.fault is None:
             self.late = [_RAY] if ray.came_first() else []
             ray.enter()
+            self.marks.enter()
             self.late += _optimizers_built() if self.imported() else []
         for text in self.late:
             _journal.warn_or_say(text)
@@ -372,6 +376,21 @@ def current_settings() -> Settings:
     return _settings.resolve(environ={}) if session is None else session.settings
 
 
+def check_ranks(group: Any = None) -> None:
+    """Raise an error unless all ranks of a group (``None``: all) run the shim as this one does.
+
+    Call it before a collective operation of the shim, and before the shim changes one of a
+    framework's. It reads the group's store: it is no collective operation itself, and does nothing
+    for ranks that it has compared before.
+
+    Raises:
+        PartialInstallationError: a rank has no shim, or another version or settings.
+    """
+    session = _current
+    if session is not None and session.fault is None:
+        session.marks.check(group)
+
+
 def _framework(session: _Session, name: str, entry: Adapter) -> FrameworkStatus:
     adapter = session.awake.get(name)
     known = adapter or entry  # a third party's entry point states no distribution
@@ -403,6 +422,7 @@ def _summary(seams: Iterable[SeamStatus]) -> str:
 
 def _retire(session: _Session) -> None:
     session.sleeper.remove()
+    session.marks.leave()
     _left_behind[:] = session.engine.remove()
     _take_back(session, os.environ)
     _journal.clear()

@@ -26,6 +26,7 @@ from torch.amp.grad_scaler import GradScaler
 from .. import __version__
 from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
 from ..files.writing import write_whole
+from ..process.session import check_ranks
 from .belonging import Files, files_beneath, fingerprint, fingerprints
 from .record import (
     FILE_NAME,
@@ -354,6 +355,7 @@ def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     ranks = _place(group)[1]
     if ranks == 1:
         return [value]
+    check_ranks(group)
     every = [None] * ranks
     dist.all_gather_object(every, value, group=group)
     return every

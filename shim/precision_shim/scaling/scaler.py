@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
+from ..process.session import check_ranks
 from .record import ScalerSettings
 from .skips import SkipCounter
 
@@ -92,6 +93,7 @@ class LossScaler(ShardedGradScaler):
         self._overflow: bool | None = None
         self._check: Callable[[torch.optim.Optimizer], None] | None = None
         self._check_each: Callable[[], None] | None = None
+        self._ranks_checked = False
         self.scaled = False
         super().__init__(
             device=device,
@@ -187,6 +189,9 @@ class LossScaler(ShardedGradScaler):
         if self._check is not None:
             self._check(optimizer)
             self._check = None
+        if not self._ranks_checked:
+            check_ranks(self.process_group)
+            self._ranks_checked = True
         self._make_ready()
         self.scaled = False
         if dist.is_available() and dist.is_initialized():

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, warn
+from precision_shim.adapting import Call, check_ranks, warn
 from precision_shim.errors import CheckpointLayoutError
 from precision_shim.precision.continuing import master_is_lost, moment_becomes
 from precision_shim.precision.dtypes import name_of
@@ -275,6 +275,7 @@ def spread_parameters(call: Call, state_dict: Any) -> Any:
         return result
     # Ranks own different parameters, or none: if only one rank raised, the other ranks would wait.
     group = optimizer.data_parallel_group
+    check_ranks(group)
     every = [False] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(every, bool(refused), group=group)
     if refused:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from precision_shim.adapting import Call, in_force, seam, warn
+from precision_shim.adapting import Call, check_ranks, in_force, seam, warn
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
@@ -114,6 +114,7 @@ def _align(build: Build, config: Any, model: TrainableDtypes, now: InForce) -> t
         problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
         because = "left as it is"
     elif changed:
+        check_ranks()
         config.grad_reduce_in_fp32 = build.in_fp32
         if build.in_fp32 and getattr(config, SUMS, None):  # ``GRAD_BUCKET=align``
             setattr(config, SUMS, ())
@@ -210,6 +211,7 @@ def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> Trainable
         group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is None or torch.distributed.get_world_size(group) < 2:
         return model
+    check_ranks(group)
     every: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(every, model, group=group)
     return sum(every, TrainableDtypes())
