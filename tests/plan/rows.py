@@ -170,6 +170,18 @@ def _verls() -> Iterator[object]:
     yield row("verl", line, *words, problems=told, marks=native)
     told = {f"{VERLS_LAYERS}.fp16": ("flags ", f"{ACTOR}.megatron.dtype=float16")}
     yield row("verl", on_megatron, f"+{VERLS_LAYERS}.fp16=true", problems=told)
+    # What quantized layers compute in.
+    blocks = (f"+{VERLS_LAYERS}.fp8=e4m3", f"+{VERLS_LAYERS}.fp8_recipe=blockwise")
+    alone = "bf16 beside the actor's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
+    same = "activations in fp8 e4m3 (blocks of 1x128), as the actor"
+    for words, told, other in (
+        (blocks, alone, same),
+        ((*blocks, f"{ROLLOUT}.quantization=fp8"), same, "beside the actor"),
+    ):
+        yield row("verl", on_megatron, *words, notes=[told], silent=[other, "bf16, as the actor"])
+    word = f"+{ROLLOUT}.engine_kwargs.vllm.quantization_config.linear=fp8"
+    told = "bf16 with weights in fp8 e4m3 (per tensor)"
+    yield row("verl", GRPO, word, notes=[told], silent=["bf16, as the actor"])
     # A precision at a key that verl lacks.
     keys = ("exp_avg_dtype", "trainer.precision", "data.dtype", "actor_rollout_ref.param_dtype")
     known = (f"++{ROLLOUT}.dtype=bfloat16", f"++{FSDP}.model_dtype=fp32")
@@ -224,6 +236,9 @@ def _skyrls() -> Iterator[object]:
     yield row("skyrl", SKYRL_ON_FSDP, f"{reduce}=bf16", silent=["policy: "])
     told = {f"{LAYERS}.fp8_param": "fp8-parameters "}
     yield row("skyrl", SKYRL_ON_MEGATRON, f"{LAYERS}.fp8_param=true", problems=told)
+    words = (f"{LAYERS}.fp8=e4m3", f"{LAYERS}.fp8_recipe=blockwise")
+    told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
+    yield row("skyrl", SKYRL_ON_MEGATRON, *words, notes=[told], silent=["bf16, as the policy"])
     # Dtypes of models that SkyRL does not build.
     half = "fsdp_config.mixed_precision.param_dtype"
     default = f"trainer.ref.{half}=bf16"
@@ -280,6 +295,10 @@ def _nemo_rls() -> Iterator[object]:
     )
     marks = (since("0.5.0rc0", "nemo-rl"),)
     yield row("nemo_rl", DTENSOR, f"++{rollout}.kv_cache_dtype=fp8", marks=marks)
+    words = ("fp8_cfg={enabled: true, fp8: e4m3, fp8_recipe: blockwise}",)
+    line = (*on_megatron, f"++{rollout}.precision=bfloat16", "++policy.generation.backend=vllm")
+    told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
+    yield row("nemo_rl", line, f"++policy.megatron_cfg.{words[0]}", notes=[told])
     # Where such a key says what is in force, and where no model has it.
     words = [
         f"policy.{one}_dtype=float32" for one in ("dtensor_cfg.fsdp_output", "optimizer.exp_avg")

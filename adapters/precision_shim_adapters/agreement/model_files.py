@@ -13,6 +13,7 @@ from precision_shim.errors import PlanError
 from precision_shim.files.models import directory_of
 from precision_shim.files.safetensors import read_header
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine
+from precision_shim.precision.formats import of_section
 from precision_shim.precision.names import ALIASES
 
 from .engines import chosen_by, not_known, refusal_of_fp16
@@ -58,6 +59,10 @@ def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
     config = _config(path)
     kind = str(config.get("model_type") or "")
     engine = replace(engine, refuses=refusal_of_fp16(backend, kind))
+    section = config.get("quantization_config")
+    if engine.format is None and isinstance(section, dict):
+        key = f"{path}/config.json, quantization_config"
+        engine = replace(engine, format=of_section(section, key))
     if engine.computes != AUTO or not config:
         return engine
     named, stored = _named(config), stored_dtypes(path)

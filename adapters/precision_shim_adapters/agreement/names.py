@@ -8,6 +8,27 @@ from typing import Any
 
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype, pick_name
+from precision_shim.precision.formats import (
+    BLOCKS,
+    CHANNEL,
+    MX,
+    ROWS,
+    TENSOR,
+    TOKEN,
+    UNKNOWN,
+    Format,
+    Quantized,
+    of_section,
+    parts_of,
+)
+
+_ONLINE = {
+    "fp8_per_block": (BLOCKS, ROWS),
+    "fp8_per_tensor": (TENSOR, TENSOR),
+    "fp8_per_channel": (CHANNEL, TOKEN),
+    "mxfp8": (MX, MX),
+}
+"""Maps vLLM's names of fp8 that it quantizes itself to what shares a scale on both sides."""
 
 
 def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("auto",)) -> str:
@@ -38,8 +59,10 @@ def key_of(place: str, name: str) -> str:
 def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engine:
     """Add to an engine what its ``options``, at the key ``place``, keep in fewer bits.
 
-    An engine with fp8 weights gets the dtype ``FP8``.
+    An engine with fp8 weights gets the dtype ``FP8``, and each with quantized layers its format.
     """
+    if (format := read_format(options, place)) is not None:
+        engine = replace(engine, format=format)
     found = [engine.rounded] if engine.rounded[0] else []
     in_fp8: dict[str, Any] = {}
     kinds = {"quantization": "weights", "torchao_config": "weights", "kv_cache_dtype": "KV cache"}
@@ -58,6 +81,39 @@ def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engi
         return engine
     whats, keys = zip(*found, strict=True)
     return replace(engine, rounded=(" and ".join(whats), ", ".join(keys)))
+
+
+def read_format(options: Mapping[str, Any], place: str) -> Format | None:
+    """What an engine's options, at the key ``place``, say of its quantized layers; else ``None``.
+
+    vLLM's ``quantization_config`` and ``hf_overrides.quantization_config`` win over its
+    ``quantization``. SGLang's ``torchao_config`` is known by its name only.
+    """
+    overrides = options.get("hf_overrides")
+    section = overrides.get("quantization_config") if isinstance(overrides, Mapping) else None
+    if isinstance(section, Mapping):
+        return of_section(section, key_of(place, "hf_overrides.quantization_config"))
+    written = options.get("quantization_config")
+    own: Mapping[str, Any] = written if isinstance(written, Mapping) else {}
+    for kind in ("linear", "moe"):
+        if (asked := own.get(kind)) is not None:
+            inner = asked.get("weight") if isinstance(asked, Mapping) else asked
+            key = key_of(place, f"quantization_config.{kind}")
+            left_out = tuple(map(str, own.get("ignore") or ()))
+            return Format(_online(str(inner)), left_out, f"{key}={inner}")
+    for name in ("quantization", "torchao_config"):
+        if (value := options.get(name)) not in (None, "", AUTO):
+            return Format(_online(str(value)), (), f"{key_of(place, name)}={value}")
+    return None
+
+
+def _online(name: str) -> dict[str, Quantized]:
+    found = _ONLINE.get(name.removesuffix("_static").removesuffix("_dynamic"))
+    if found is not None:
+        return parts_of(*(Quantized("e4m3", scaling) for scaling in found))
+    if name == FP8:
+        return parts_of(Quantized("e4m3", TENSOR), Quantized("e4m3"))
+    return parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
 
 
 def write_key(config: Any, key: str, value: object) -> None:

@@ -27,10 +27,22 @@ from precision_shim.adapting.dtypes import (
     parse_dtype,
     values_of,
 )
-from precision_shim.adapting.rollouts import AUTO, ENGINE_NAMES, FP8, Engine
+from precision_shim.adapting.rollouts import (
+    AUTO,
+    BLOCKS,
+    ENGINE_NAMES,
+    FP8,
+    MX,
+    ROWS,
+    Engine,
+    Format,
+    Quantized,
+    parts_of,
+)
 
 from ..agreement.names import engine_name, with_rounded
 from ..megatron import RequestedConfig
+from ..megatron.policy.formats import read_format
 from ..torch_fp16 import SETTINGS
 
 FRAMEWORK = "nemo-rl"
@@ -209,11 +221,47 @@ def _source() -> tuple[set[Keys], set[Keys]]:
     return read, passed - {(), ("generation",)}
 
 
+def format_of(section: Mapping[str, Any], name: str) -> Format | None:
+    """What a trained model's quantized layers compute in; ``name`` is the model's key."""
+    found = _by_modelopt(section, name)
+    cfg = section.get("megatron_cfg") or {}
+    fp8 = cfg.get("fp8_cfg") or {}
+    if found is None and cfg.get("enabled") and fp8.get("enabled"):
+        found = read_format({"fp8": "e4m3", **fp8}, f"{name}.megatron_cfg.fp8_cfg.{{}}")
+    return found
+
+
+def _by_modelopt(section: Mapping[str, Any], name: str) -> Format | None:
+    """The format that ModelOpt's recipe of this name gives to the policy or to vLLM."""
+    recipe = section.get("quant_cfg")
+    if recipe is None:
+        return None
+    key = f"{name}.quant_cfg={recipe}"
+    if section.get("real_quant"):
+        key += f", {name}.real_quant=True"
+    one = Quantized(Path(str(recipe)).stem, "by ModelOpt")
+    left_out = tuple(map(str, section.get("real_quant_ignore") or ()))
+    return Format(parts_of(one, one), left_out, key)
+
+
+def _by_vllm(section: Mapping[str, Any], key: str) -> Format:
+    """The format of NeMo-RL's own fp8 in vLLM; ``key`` is that of the precision."""
+    scalings = (MX, MX) if section.get("is_mx") else (BLOCKS, ROWS)
+    counts = ((which, section.get(f"num_{which}_layers_in_bf16")) for which in ("first", "last"))
+    left_out = [f"the {which} {count} layers" for which, count in counts if count]
+    left_out += map(str, section.get("quantization_ignored_layer_kws") or ())
+    parts = parts_of(*(Quantized("e4m3", scaling) for scaling in scalings))
+    return Format(parts, tuple(left_out), f"{key}=fp8")
+
+
 def read_trained(section: Mapping[str, Any], name: str) -> Engine | None:
     """Read the dtype in which a model computes; ``None`` if NeMo-RL does not know its name."""
     written = section.get("precision", "")
     dtype = DTYPES.get(written)
-    return None if dtype is None else Engine(name, name_of(dtype), f"{name}.precision", written)
+    if dtype is None:
+        return None
+    format = format_of(section, name)
+    return Engine(name, name_of(dtype), f"{name}.precision", written, format=format)
 
 
 def read_rollout(policy: Mapping[str, Any]) -> Engine | None:
@@ -242,7 +290,8 @@ def read_rollout(policy: Mapping[str, Any]) -> Engine | None:
         return None
     else:  # NeMo-RL passes SGLang no dtype
         read, because = AUTO, f"{key} is left out"
-    own = Engine("rollout", ALIASES.get(read, read), key, value, because)
+    format = _by_vllm(section, key) if read == FP8 else _by_modelopt(generation, PLACE)
+    own = Engine("rollout", ALIASES.get(read, read), key, value, because, format=format)
     options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
     if name == "vllm_cfg" and read != FP8:  # with fp8 NeMo-RL itself writes these vllm_kwargs
         options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"

@@ -23,12 +23,25 @@ from precision_shim.adapting.dtypes import (
     names_precision,
     parse_dtype,
 )
-from precision_shim.adapting.rollouts import AUTO, ENGINE_NAMES, FP8, Engine
+from precision_shim.adapting.rollouts import (
+    AUTO,
+    BLOCKS,
+    ENGINE_NAMES,
+    FP8,
+    MX,
+    ROWS,
+    UNKNOWN,
+    Engine,
+    Format,
+    Quantized,
+    parts_of,
+)
 
 from ..agreement import model_files
 from ..agreement.lm_head import IsInForce
 from ..agreement.names import engine_name, with_rounded
 from ..megatron import DISPATCH, GROUP, PRECISION_AWARE, RequestedConfig
+from ..megatron.policy.formats import read_format
 from ..megatron.policy.requested import SETS
 from ..torch_fp16 import FEATURE as FSDP_SCALING
 from ..torch_fp16.names import own_dtype, unscaled
@@ -43,6 +56,9 @@ KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 """The keys of ``mixed_precision`` that SkyRL reads, and SkyRL's default dtypes for them."""
+
+_WIRES = {"blockwise": (BLOCKS, ROWS), "mxfp8": (MX, MX)}
+"""Maps ``fp8_weight_sync_mode`` to what shares a scale in weights and in activations."""
 
 OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
 """Sections that override SkyRL's engine settings; before 0.4 only the first exists."""
@@ -287,12 +303,15 @@ def read_trained(
         if dtype is None:
             return None
         written = layers_of(trainer, role)
+        quantized = read_format(written, f"trainer.{role}.megatron_config.{LAYERS}.{{}}")
         if role == "policy" and not written.get("fp16"):
-            return Engine(role, name_of(dtype), "trainer.bf16")
+            return Engine(role, name_of(dtype), "trainer.bf16", format=quantized)
         key = f"trainer.{role}.megatron_config.{LAYERS}.fp16"
         because = "" if "fp16" in written else f"trainer.bf16={trainer.bf16}"
         values = {"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"}
-        return Engine(role, name_of(dtype), key, written.get("fp16"), because, values=values)
+        value = written.get("fp16")
+        own = Engine(role, name_of(dtype), key, value, because, values=values)
+        return replace(own, format=quantized)
     config, section = getattr(trainer, role).fsdp_config, f"trainer.{role}.fsdp_config"
     asked = name_of(mixed_dtypes(config, section)["param_dtype"])
     computes = "fp16" if asked == "fp16" and in_force(FSDP_SCALING, FSDP) else "bf16"
@@ -330,7 +349,10 @@ def read_rollouts(engines: Any, path: str) -> list[Engine]:
 def _engines(engines: Any) -> Iterator[Engine]:
     wanted = getattr(engines, "fp8_weight_sync_mode", None)
     if wanted is not None:
-        yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
+        key = f"{INFERENCE}.fp8_weight_sync_mode={wanted}"
+        scalings = _WIRES.get(str(wanted), (UNKNOWN, UNKNOWN))
+        parts = parts_of(*(Quantized("e4m3", scaling) for scaling in scalings))
+        yield Engine("rollout", FP8, "", because=key, format=Format(parts, (), key))
         return
     elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
     because = f"{KEY}, if the servers that run already were started so" if elsewhere else ""

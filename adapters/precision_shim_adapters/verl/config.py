@@ -26,10 +26,11 @@ from precision_shim.adapting.dtypes import (
     parse_dtype,
     values_of,
 )
-from precision_shim.adapting.rollouts import Engine
+from precision_shim.adapting.rollouts import Engine, Format, Quantized, parts_of
 from precision_shim.errors import DtypeError
 
 from .. import megatron
+from ..megatron.policy.formats import read_format
 from ..megatron.policy.legality import read_switch
 from ..megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
 from ..megatron.policy.optimizer_plan import ROWS as MEGATRONS_FIELDS
@@ -394,6 +395,22 @@ class ModelConfig:
         place = "" if self.refusal else place
         return Engine(self.subject, name_of(dtype), place, value, because, prefix)
 
+    @property
+    def reads_own_qat(self) -> bool:
+        """Whether the model's own section ``qat`` counts, and not the one of its engine."""
+        return self.legacy and self.sharded
+
+    @property
+    def format(self) -> Format | None:
+        """What the model's quantized layers compute in; ``None`` if they are not quantized."""
+        found = qat_format(self.get("qat"), f"{self.engine_key}.qat")
+        if self.reads_own_qat:
+            found = qat_format(self.role.get("qat"), f"{self.role_key}.qat")
+        if found is not None or self.kind is not MEGATRON:
+            return found
+        name = "override_transformer_config"
+        return read_format(self.get(name, {}), f"{self.engine_key}.{name}.{{}}")
+
     def written(self, prefix: str = "") -> Iterator[Written]:
         """Yield the dtype keys of the engine's section, if the engine is not Megatron's.
 
@@ -438,6 +455,16 @@ class ModelConfig:
             if one.dtype == "fp16" and one.sets in ("params", REDUCES) and not one.needs
         ]
         return unscaled(versioned("verl"), asked, computes, self.kind.computes or "dtype")
+
+
+def qat_format(section: Any, key: str) -> Format | None:
+    """The format of a section ``qat`` at ``key``, with which verl trains as the rollout rounds."""
+    if not read_key(section, "enable"):
+        return None
+    mode, size = read_key(section, "mode", "w4a16"), read_key(section, "group_size", 16)
+    one = Quantized("e2m1", f"nvfp4, 1x{size}")
+    parts = parts_of(one, one if mode == "w4a4" else None)
+    return Format(parts, tuple(read_key(section, "ignore_patterns") or ()), f"{key}.mode={mode}")
 
 
 def of_section(config: Any, place: str = "", **known: Any) -> ModelConfig:

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from ..precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine, Wire, compare, judge_wires
+from ..precision.formats import (
+    BLOCKS,
+    MX,
+    NVFP4,
+    ROWS,
+    UNKNOWN,
+    Format,
+    Quantized,
+    forward_of,
+    parts_of,
+)
 from ..precision.lm_head import SETTING, Head
 
-__all__ = ["AUTO", "ENGINE_NAMES", "FP8", "SETTING", "Engine", "Head", "Wire", "compare"]
+__all__ = ["AUTO", "ENGINE_NAMES", "FP8", "SETTING", "Engine", "Format", "Head", "Wire", "compare"]
 __all__ += ["judge_wires"]
+__all__ += ["BLOCKS", "MX", "NVFP4", "ROWS", "UNKNOWN", "Quantized", "forward_of", "parts_of"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .findings import Decision, Findings, Problem
+from .formats import Format, Forward, differences, forward_of
 
 FEATURE = "rollout-agreement"
 FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
@@ -39,6 +40,8 @@ class Engine:
         follows: whether the engine is started from the config that the driver can still change.
         rounded: what it keeps in fewer bits, such as its KV cache, and the config key; or empty.
         refuses: the engine's reason not to run the model in fp16; empty if none is known.
+        format: what its quantized layers compute in; ``None`` if none is known to be quantized.
+        quantizes: maps what a forward pass quantizes to the config key and value that give it.
     """
 
     subject: str
@@ -51,6 +54,8 @@ class Engine:
     follows: bool = True
     rounded: tuple[str, str] = ("", "")
     refuses: str = ""
+    format: Format | None = None
+    quantizes: Mapping[Forward, tuple[str, str]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,14 @@ class Verdict:
         chosen: text on the dtypes of the engine and the trainer.
         because: text on the reason for ``chosen`` and ``lost``.
         remedy: the config line that gives the engine the trainer's dtype; empty if none can.
+        apart: whether the two quantize their layers differently, or may.
     """
 
     lost: bool
     chosen: str
     because: str
     remedy: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,14 +103,45 @@ def compare(trainer: Engine, other: Engine) -> Verdict:
     """Compare a trainer (fp16, bf16, fp32) with another engine of its job."""
     found = _compare(trainer, other)
     what, key = other.rounded
-    if not what or found.chosen == other.computes:  # the model is refused, or nothing is rounded
+    if what and found.chosen != other.computes:  # else the model is refused
+        because = f"{key}: the engine rounds once more, so its probabilities differ"
+        chosen = f"{_named(other)} with {what} beside the {trainer.subject}'s {trainer.computes}"
+        found = replace(found, chosen=chosen, because=f"{found.because}; {because}")
+    if trainer.format is None and other.format is None:
         return found
-    computes = "the checkpoint's dtype" if other.computes == AUTO else other.computes
-    return replace(
-        found,
-        chosen=f"{computes} with {what} beside the {trainer.subject}'s {trainer.computes}",
-        because=f"{found.because}; {key}: the engine rounds once more, so its probabilities differ",
-    )
+    return _with_formats(trainer, other, found)
+
+
+def _named(engine: Engine) -> str:
+    return "the checkpoint's dtype" if engine.computes == AUTO else engine.computes
+
+
+def _with_formats(trainer: Engine, other: Engine, found: Verdict) -> Verdict:
+    """Add to the verdict on two dtypes what their quantized layers compute in."""
+    mine, theirs = trainer.format, other.format
+    if mine is None or theirs is None:
+        said = [
+            f"the {one.subject} has {one.format}" if one.format else f"the {one.subject} has none"
+            for one in (trainer, other)
+        ]
+        because = f"quantized layers: {', '.join(said)}: the two round differently"
+        chosen = found.chosen
+        if mine is not None or not (other.computes == FP8 or other.rounded[0]):
+            names = [
+                f"{_named(one)} with {one.format}" if one.format else _named(one)
+                for one in (other, trainer)
+            ]
+            chosen = f"{names[0]} beside the {trainer.subject}'s {names[1]}"
+        keys = "; ".join(one.key for one in (mine, theirs) if one is not None)
+        told = f"{found.because}; {keys}: {because}"
+        return replace(found, chosen=chosen, because=told, apart=True)
+    texts = differences(mine, theirs, (trainer.subject, other.subject))
+    keys = f"{found.because}; {mine.key}; {theirs.key}"
+    if texts:
+        chosen = f"{_named(other)} beside the {trainer.subject}'s, quantized differently"
+        return replace(found, chosen=chosen, because=f"{keys}: {'; '.join(texts)}", apart=True)
+    because = f"{keys}: the kernels may still differ"
+    return replace(found, chosen=f"{theirs}, as the {trainer.subject}", because=because)
 
 
 def _compare(trainer: Engine, other: Engine) -> Verdict:
@@ -119,6 +157,8 @@ def _compare(trainer: Engine, other: Engine) -> Verdict:
         return Verdict(False, f"{dtype}, as the {trainer.subject}", source)
     # With an fp16 trainer, an fp32 engine has as small a mismatch as an fp16 engine.
     lost = trainer.computes == "fp16" and dtype == "bf16"
+    if dtype == FP8 and trainer.format is not None:  # the formats are compared
+        return Verdict(False, f"fp8 beside {whose}", source)
     if dtype == FP8:
         because = f"{source}: its weights are rounded to fp8, so its probabilities differ"
         return Verdict(False, f"fp8 beside {whose}", because)
@@ -181,11 +221,18 @@ def judge_engines(
             before = "not set" if other.value is None else other.value
             changes.append(f"{other.key}: {before} -> {value}")
             other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        key, value = other.quantizes.get(forward_of(trainer.format), ("", ""))
+        if key and other.format is None and other.follows and follow and may_write:
+            writes[key] = value
+            changes.append(f"{key}: not set -> {value}")
+            parts = trainer.format.parts if trainer.format else {}
+            other = replace(other, format=Format(parts, (), FOLLOWED))  # noqa: PLW2901
         verdict = compare(trainer, other)
         made = Decision(framework, other.subject, FEATURE, verdict.chosen, verdict.because)
         texts = _message_of(where, trainer, other, verdict, follow=follow)
         problem = Problem("rollout-dtype", other.subject, other.key, *texts)
-        found += Findings((made,), (problem,) if verdict.lost else ())
+        lost = verdict.lost or (follow and verdict.apart)
+        found += Findings((made,), (problem,) if lost else ())
     if changes:
         made = Decision(framework, KEYS, FEATURE, "; ".join(changes), FOLLOWED)
         found = Findings((made,)) + found
@@ -200,7 +247,9 @@ def _message_of(
         f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
         f"{other.subject} in {other.computes} ({verdict.because})"
     )
-    if not verdict.remedy:
+    if verdict.apart and not verdict.lost:
+        remedy = "Quantize the layers of both in one format, or of neither."
+    elif not verdict.remedy:
         remedy = f"Train in bf16 ({trainer.key}), and let the {other.subject} compute in bf16."
     elif follow or not other.follows:
         remedy = f"Write {verdict.remedy}."

@@ -278,6 +278,7 @@ def _on_megatron(
         bucket_key=f"{ddp}.grad_reduce_in_fp32",
         buckets={name: value for name, value in buckets.items() if name != SUMS},  # not passed on
         prefix="++",
+        format=reader.format_of(section, key),
         quantized=quantized_in(fp8) if fp8.get("enabled") else "",
         layers={name: cfg.get(name) for name in ("moe_router_dtype", "pipeline_dtype")},
         layers_key=f"{where}.{{}}",

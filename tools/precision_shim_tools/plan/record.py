@@ -130,6 +130,7 @@ class ModelPlan:
         notes: remarks on legal settings.
         source: the file or directory from which names and shapes were read.
         computes: dtype of the parameters while a layer computes.
+        format: what its quantized layers compute in; empty if they are not quantized.
         reduces: dtype in which FSDP reduces gradients over the data-parallel ranks; empty for
             Megatron, and without an optimizer.
         warnings: what the training loses with legal settings.
@@ -148,6 +149,7 @@ class ModelPlan:
     reduces: str = ""
     warnings: tuple[str, ...] = ()
     ends: str = ""
+    format: str = ""
 
     @property
     def fullest(self) -> int:

@@ -53,7 +53,8 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
     lines += [f"  from {model.source}"] * bool(model.source)
     if model.computes:
         reduces = f", FSDP reduces gradients in {model.reduces}" if model.reduces else ""
-        lines += [f"  computes in {model.computes}{reduces}"]
+        quantized = f"; quantized layers: {model.format}" if model.format else ""
+        lines += fold(f"computes in {model.computes}{reduces}{quantized}")
     rows = [("GiB per GPU", "", "without", "", "with"), *_rows(model, memory)]
     if model.ends:
         lines += fold(f"without: ends, because {model.ends}")

@@ -11,16 +11,28 @@ from typing import Any
 
 from precision_shim.adapting import Decision, versioned
 from precision_shim.adapting.dtypes import name_of, parse_dtype
-from precision_shim.adapting.rollouts import AUTO, Engine
+from precision_shim.adapting.rollouts import (
+    AUTO,
+    BLOCKS,
+    FP8,
+    ROWS,
+    Engine,
+    Format,
+    Quantized,
+    forward_of,
+    parts_of,
+)
 
 from ...agreement.lm_head import IsInForce
 from ...agreement.model_files import resolve_by_model
 from ...agreement.names import engine_name, with_rounded
 from ...agreement.report import FEATURE, Sides
-from ..config import PPO, ROLLOUT, ModelConfig, of_ppo
+from ..config import PPO, ROLLOUT, ModelConfig, of_ppo, qat_format
 from ..config import section_of as _section
 from .lm_head import read_heads
 
+_BLOCKWISE = Format(parts_of(Quantized("e4m3", BLOCKS), Quantized("e4m3", ROWS)))
+"""What verl makes of the rollout's ``quantization=fp8``."""
 SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
 """The sections of a job's config that this file reads."""
 
@@ -37,6 +49,7 @@ def read_sides(config: Mapping[str, Any], in_force: IsInForce) -> Sides | None:
     if not actor.role or not rollout:
         return None
     trainer = actor.compared()
+    trainer = None if trainer is None else replace(trainer, format=actor.format)
     path, backend = str(actor.model.get("path") or ""), str(rollout.get("name"))
     others = [
         *_reference(ref, trainer),
@@ -45,7 +58,12 @@ def read_sides(config: Mapping[str, Any], in_force: IsInForce) -> Sides | None:
     ]
     because = f"the shim does not know what verl's {actor.strategy} engine computes in"
     unknown = Decision("verl", "rollout", FEATURE, "not compared with the actor", because)
-    decided, heads = () if trainer else (unknown,), read_heads(config, in_force)
+    decided: tuple[Decision, ...] = () if trainer else (unknown,)
+    heads = read_heads(config, in_force)
+    if _section(actor.role, "qat").get("enable") and not actor.reads_own_qat:
+        key, own = f"{PPO}.actor.qat.enable", f"{actor.engine_key}.qat"
+        because = f"{key}=True has no effect: verl reads {own}"
+        decided += (Decision("verl", "actor", FEATURE, "not quantized by this key", because),)
     return Sides("verl", versioned("verl"), trainer, others, heads, decided)
 
 
@@ -102,6 +120,13 @@ def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
     engine = with_rounded(engine, inner, over)
     if inner.get("quantization"):
         return engine
+    qat, key = qat_format(section.get("qat"), f"{place}.qat"), f"{place}.quantization"
+    if qat is not None:  # the section takes the actor's by an interpolation
+        return replace(engine, format=qat)
+    engine = replace(engine, quantizes={forward_of(_BLOCKWISE): (key, "fp8")})
+    if section.get("quantization") == "fp8":
+        made = replace(_BLOCKWISE, key=f"{key}=fp8")
+        return replace(engine, computes=FP8, key=key, because=made.key, format=made)
     return with_rounded(engine, {"quantization": section.get("quantization")}, place)
 
 

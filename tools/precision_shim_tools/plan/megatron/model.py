@@ -18,6 +18,7 @@ from precision_shim.errors import DtypeError, PlanError, SettingsError
 from precision_shim.precision.dtypes import name_of, parse_dtype, read_dtype
 from precision_shim.precision.effect import Written
 from precision_shim.precision.findings import Problem
+from precision_shim.precision.formats import Format
 from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters import megatron
 from precision_shim_adapters.megatron.audit import reader
@@ -30,6 +31,7 @@ from precision_shim_adapters.megatron.policy.bucket import (
     describe_bucket,
     fsdp_in_fp32,
 )
+from precision_shim_adapters.megatron.policy.formats import read_format
 from precision_shim_adapters.megatron.policy.legality import BETA2, FusedAdamSupport, release
 from precision_shim_adapters.megatron.policy.requested import COERCION, InForce, what_is_in_force
 from precision_shim_adapters.megatron.training import config_dtypes
@@ -80,6 +82,7 @@ class MegatronModel:
         layers: fields of Megatron's TransformerConfig that the user wrote.
         layers_key: the config's key of such a field; ``{}`` stands for the field.
         gathers: whether the DDP's config has ``fp8_param_gather`` or ``fp4_param_gather``.
+        format: what the quantized layers compute in, if ``layers`` does not say it.
         unread: dtype keys of a model without an optimizer that may have no effect.
         unscaled: what goes wrong in fp16 without the shim.
         fsdp: with Megatron-FSDP, the user's ``megatron_fsdp_main_grads_dtype``, or ``""``.
@@ -104,6 +107,7 @@ class MegatronModel:
     layers: Mapping[str, Any] = field(default_factory=dict)
     layers_key: str = "{}"
     gathers: bool = False
+    format: Format | None = None
     unread: Sequence[Written] = ()
     unscaled: str = ""
     fsdp: str | None = None
@@ -190,6 +194,7 @@ class MegatronModel:
             (*self.notes, *_notes(self, with_shim)),
             self.model.source,
             name_of(self.dtype),
+            format=str(self.format or read_format(self.layers, self.layers_key) or ""),
             warnings=() if with_shim is None else tuple(_warnings(self, with_shim)),
             ends=ends,
         )

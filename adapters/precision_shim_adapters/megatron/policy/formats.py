@@ -1,0 +1,74 @@
+"""Read from Megatron's TransformerConfig what a model's quantized layers compute in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precision_shim.precision.formats import (
+    BLOCKS,
+    DELAYED,
+    MX,
+    NVFP4,
+    NVFP4_WEIGHTS,
+    ROWS,
+    TENSOR,
+    UNKNOWN,
+    Format,
+    Quantized,
+)
+
+_SCALINGS = {
+    "delayed": (DELAYED, DELAYED),
+    "tensorwise": (TENSOR, TENSOR),
+    "blockwise": (BLOCKS, ROWS),
+    "mxfp8": (MX, MX),
+    "nvfp4": (NVFP4_WEIGHTS, NVFP4),
+}
+"""Maps a recipe to what shares a scale in the weights, and in activations and gradients."""
+
+
+def read_format(fields: Mapping[str, Any], key: str = "{}") -> Format | None:
+    """Read the format of a model's layers; ``None`` if they are not quantized.
+
+    ``key`` is the config's key of a field, with ``{}`` for the field.
+    """
+    kind = next((kind for kind in ("fp8", "fp4") if fields.get(kind)), "")
+    custom = next(
+        (one for one in ("quant_recipe", "te_precision_config_file") if fields.get(one)), ""
+    )
+    if not kind and not custom:
+        return None
+    places = [f"{key.format(kind)}={fields[kind]}"] if kind else []
+    if custom:
+        places.append(f"{key.format(custom)}: what it changes is {UNKNOWN}")
+        names = ("weights", "activations", "gradients")
+        return Format(dict.fromkeys(names, Quantized(UNKNOWN)), (), ", ".join(places))
+    default = "delayed" if kind == "fp8" else "nvfp4"
+    recipe = _text(fields.get(f"{kind}_recipe") or default)
+    if fields.get(f"{kind}_recipe"):
+        places.append(f"{key.format(f'{kind}_recipe')}={recipe}")
+    weights, others = _SCALINGS.get(recipe, (UNKNOWN, UNKNOWN))
+    element = _text(fields[kind])
+    low, back = ("e4m3", "e5m2") if element == "hybrid" else (element, element)
+    parts = {
+        "weights": Quantized(low, weights),
+        "activations": Quantized(low, others),
+        "gradients": Quantized(back, others),
+    }
+    return Format(parts, _left_out(fields), ", ".join(places))
+
+
+def _left_out(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    if not fields.get("first_last_layers_bf16"):
+        return ()
+    counts = (
+        ("first", fields.get("num_layers_at_start_in_bf16", 1)),
+        ("last", fields.get("num_layers_at_end_in_bf16", 1)),
+    )
+    return tuple(f"the {which} {count} layers" for which, count in counts if count)
+
+
+def _text(value: Any) -> str:
+    """The value's name: Megatron's recipes are an enum of strings."""
+    return str(getattr(value, "value", value))

@@ -1,0 +1,140 @@
+"""What the quantized layers of a model compute in, beside the model's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+UNKNOWN = "not known here"
+TENSOR, DELAYED, TOKEN, CHANNEL = "per tensor", "delayed per tensor", "per token", "per channel"
+BLOCKS, ROWS, MX = "blocks of 128x128", "blocks of 1x128", "mx, 1x32"
+FORWARD = ("weights", "activations")
+NVFP4, NVFP4_WEIGHTS = "nvfp4, 1x16", "nvfp4, 16x16"
+
+
+class Quantized(NamedTuple):
+    """A quantized part of a layer.
+
+    Attributes:
+        element: ``e4m3``, ``e5m2``, ``e2m1``, ``int8``, ``int4``, or ``UNKNOWN``.
+        scaling: what shares a scale, or ``UNKNOWN``.
+    """
+
+    element: str
+    scaling: str = UNKNOWN
+
+    def __str__(self) -> str:
+        width = {"e4m3": "fp8 ", "e5m2": "fp8 ", "e2m1": "fp4 "}.get(self.element, "")
+        return f"{width}{self.element} ({self.scaling})"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the quantized layers of a model compute.
+
+    Attributes:
+        parts: maps ``"weights"``, ``"activations"`` and ``"gradients"``, where they are quantized.
+        left_out: which modules keep the model's dtype, as the config names them.
+        key: the config key that says so, with its value.
+    """
+
+    parts: Mapping[str, Quantized] = field(default_factory=dict, hash=False)
+    left_out: tuple[str, ...] = ()
+    key: str = ""
+
+    def __str__(self) -> str:
+        names = dict[str, list[str]]()
+        for part, one in self.parts.items():
+            names.setdefault(str(one), []).append(part)
+        text = ", ".join(f"{' and '.join(parts)} in {one}" for one, parts in names.items())
+        return text + (f"; not in {', '.join(self.left_out)}" if self.left_out else "")
+
+
+def parts_of(weights: Quantized, activations: Quantized | None) -> dict[str, Quantized]:
+    """The quantized parts of a layer that computes no gradients."""
+    return {"weights": weights} | ({"activations": activations} if activations else {})
+
+
+Forward = tuple[Quantized | None, ...]
+"""What of a forward pass is quantized: weights and activations."""
+
+
+def forward_of(format: Format | None) -> Forward:
+    """What of a forward pass is quantized: weights and activations."""
+    return tuple(format.parts.get(part) if format else None for part in FORWARD)
+
+
+def differences(mine: Format, theirs: Format, whose: tuple[str, str]) -> list[str]:
+    """Name the parts of the forward pass in which two formats differ, or may differ.
+
+    ``whose`` are the names of the two models.
+    """
+    found = []
+    for part in FORWARD:
+        pair = [one.parts.get(part) for one in (mine, theirs)]
+        if pair[0] != pair[1] or any(one and UNKNOWN in one for one in pair):
+            texts = (
+                f"{name} {one or 'not quantized'}" for name, one in zip(whose, pair, strict=True)
+            )
+            found.append(f"{part}: {', '.join(texts)}")
+    if sorted(mine.left_out) != sorted(theirs.left_out):
+        texts = (
+            f"{name} {' and '.join(one.left_out) or 'none'}"
+            for name, one in zip(whose, (mine, theirs), strict=True)
+        )
+        found.append(f"left out: {', '.join(texts)}")
+    return found
+
+
+def of_section(section: Mapping[str, Any], key: str) -> Format:
+    """Read the ``quantization_config`` of a checkpoint's or an engine's config.
+
+    Understood are ``fp8``, ``compressed-tensors``, ``awq`` and ``gptq``; of others, and of
+    ``modelopt``, only the method's name.
+    """
+    method = str(section.get("quant_method") or section.get("quantization") or "")
+    listed = section.get("ignore") or section.get("ignored_layers")
+    listed = listed or section.get("modules_to_not_convert") or ()
+    left_out = tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
+    left_out = left_out if len(left_out) <= 4 else (*left_out[:3], f"{len(left_out) - 3} more")
+    return Format(_parts(section, method), left_out, f"{key}: {method or UNKNOWN}")
+
+
+def _parts(section: Mapping[str, Any], method: str) -> dict[str, Quantized]:
+    if method == "fp8":
+        block = section.get("weight_block_size")
+        static = section.get("activation_scheme") == "static"
+        if not block:  # vLLM's dynamic activations are per token or per tensor, by its kernels
+            other = Quantized("e4m3", TENSOR if static else UNKNOWN)
+            return parts_of(Quantized("e4m3", TENSOR), other)
+        rows, columns = (*block, 0, 0)[:2]
+        weights = Quantized("e4m3", f"blocks of {rows}x{columns}")
+        return parts_of(weights, Quantized("e4m3", f"blocks of 1x{columns}"))
+    if method in ("awq", "gptq"):
+        bits = section.get("bits", section.get("w_bit", 4))
+        size = section.get("group_size", section.get("q_group_size"))
+        return parts_of(Quantized(f"int{bits}", f"groups of {size}"), None)
+    groups = section.get("config_groups")
+    if method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) == 1:
+        (group,) = groups.values()
+        return {
+            part: _compressed(group[name])
+            for part, name in (("weights", "weights"), ("activations", "input_activations"))
+            if group.get(name)
+        }
+    return parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
+
+
+def _compressed(scheme: Mapping[str, Any]) -> Quantized:
+    bits, kind, by = scheme.get("num_bits"), scheme.get("type"), str(scheme.get("strategy"))
+    element = {"float8": "e4m3", "float4": "e2m1"}.get(f"{kind}{bits}", f"{kind}{bits}")
+    size = scheme.get("group_size")
+    named = {"tensor": TENSOR, "channel": CHANNEL, "token": TOKEN, "tensor_group": NVFP4}
+    if by == "block" and scheme.get("block_structure"):
+        rows, columns = scheme["block_structure"]
+        return Quantized(element, f"blocks of {rows}x{columns}")
+    if by == "group":
+        grouped = f"blocks of 1x{size}" if element == "e4m3" else f"groups of {size}"
+        return Quantized(element, MX if size == 32 and kind == "float" else grouped)
+    return Quantized(element, named.get(by, UNKNOWN))
