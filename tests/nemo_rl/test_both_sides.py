@@ -164,6 +164,7 @@ AWAY = "not known here: vllm is not installed in this environment"  # but in the
     fp8_does_not_follow=both.Row(
         f"fp16 FP8 {NEEDED}",
         FP8,
+        ("Quantize the layers of both in one format, or of neither.",),
         handed="fp8",
         follow="",
         because="beside which NeMo-RL gives vLLM bfloat16: its weights are rounded",

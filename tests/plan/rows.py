@@ -181,7 +181,8 @@ def _verls() -> Iterator[object]:
         yield row("verl", on_megatron, *words, notes=[told], silent=[other, "bf16, as the actor"])
     word = f"+{ROLLOUT}.engine_kwargs.vllm.quantization_config.linear=fp8"
     told = "bf16 with weights in fp8 e4m3 (per tensor)"
-    yield row("verl", GRPO, word, notes=[told], silent=["bf16, as the actor"])
+    line = (*GRPO, f"{ROLLOUT}.name=vllm")
+    yield row("verl", line, word, notes=[told], silent=["bf16, as the actor"])
     # A precision at a key that verl lacks.
     keys = ("exp_avg_dtype", "trainer.precision", "data.dtype", "actor_rollout_ref.param_dtype")
     known = (f"++{ROLLOUT}.dtype=bfloat16", f"++{FSDP}.model_dtype=fp32")

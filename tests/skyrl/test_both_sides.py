@@ -461,7 +461,13 @@ URLS = (
         because=f"rollout: rollout-agreement: {LOST} (",
         model={"model_type": "qwen2", "torch_dtype": "float32"},
     ),
-    fp8=both.Row(f"fp16 - {OVER}.quantization=fp8 {NO_REF}", FP8, handed="bfloat16", follow=""),
+    fp8=both.Row(
+        f"fp16 - {OVER}.quantization=fp8 {NO_REF}",
+        FP8,
+        ("Quantize the layers of both in one format, or of neither.",),
+        handed="bfloat16",
+        follow="",
+    ),
     servers_that_run_already=both.Row(
         f"fp16 - {URLS} {NO_REF}",
         LOST,

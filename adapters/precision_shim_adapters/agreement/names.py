@@ -61,8 +61,8 @@ def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engi
 
     An engine with fp8 weights gets the dtype ``FP8``, and each with quantized layers its format.
     """
-    if (format := read_format(options, place)) is not None:
-        engine = replace(engine, format=format)
+    if engine.format is None:  # a checkpoint's own section says more
+        engine = replace(engine, format=read_format(options, place))
     found = [engine.rounded] if engine.rounded[0] else []
     in_fp8: dict[str, Any] = {}
     kinds = {"quantization": "weights", "torchao_config": "weights", "kv_cache_dtype": "KV cache"}
