@@ -68,7 +68,7 @@ class Verdict:
         chosen: text on the dtypes of the engine and the trainer.
         because: text on the reason for ``chosen`` and ``lost``.
         remedy: the config line that gives the engine the trainer's dtype; empty if none can.
-        apart: whether the two quantize their layers differently, or may.
+        apart: whether the two are known to quantize their layers differently.
     """
 
     lost: bool
@@ -135,13 +135,15 @@ def _with_formats(trainer: Engine, other: Engine, found: Verdict) -> Verdict:
         keys = "; ".join(one.key for one in (mine, theirs) if one is not None)
         told = f"{found.because}; {keys}: {because}"
         return replace(found, chosen=chosen, because=told, apart=True)
-    texts = differences(mine, theirs, (trainer.subject, other.subject))
+    differ, may = differences(mine, theirs, (trainer.subject, other.subject))
     keys = f"{found.because}; {mine.key}; {theirs.key}"
-    if texts:
-        chosen = f"{_named(other)} beside the {trainer.subject}'s, quantized differently"
-        return replace(found, chosen=chosen, because=f"{keys}: {'; '.join(texts)}", apart=True)
-    because = f"{keys}: the kernels may still differ"
-    return replace(found, chosen=f"{theirs}, as the {trainer.subject}", because=because)
+    if not differ and not may:
+        because = f"{keys}: the kernels, and layers that each leaves out unasked, may still differ"
+        return replace(found, chosen=f"{theirs}, as the {trainer.subject}", because=because)
+    how = "differently" if differ else "perhaps differently"
+    chosen = f"{_named(other)} beside the {trainer.subject}'s, quantized {how}"
+    texts = "; ".join([*differ, *(f"may differ: {one}" for one in may)])
+    return replace(found, chosen=chosen, because=f"{keys}: {texts}", apart=bool(differ))
 
 
 def _compare(trainer: Engine, other: Engine) -> Verdict:

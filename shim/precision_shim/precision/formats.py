@@ -65,26 +65,35 @@ def forward_of(format: Format | None) -> Forward:
     return tuple(format.parts.get(part) if format else None for part in FORWARD)
 
 
-def differences(mine: Format, theirs: Format, whose: tuple[str, str]) -> list[str]:
-    """Name the parts of the forward pass in which two formats differ, or may differ.
+def differences(
+    mine: Format, theirs: Format, whose: tuple[str, str]
+) -> tuple[list[str], list[str]]:
+    """Name the parts of the forward pass in which two formats differ, and in which they may.
 
-    ``whose`` are the names of the two models.
+    Modules that are left out may differ: each config names them in its own words.
+
+    Args:
+        mine: the format of one model.
+        theirs: the format of the other.
+        whose: the names of the two models.
     """
-    found = []
+    differ: list[str] = []
+    may: list[str] = []
     for part in FORWARD:
         pair = [one.parts.get(part) for one in (mine, theirs)]
-        if pair[0] != pair[1] or any(one and UNKNOWN in one for one in pair):
-            texts = (
-                f"{name} {one or 'not quantized'}" for name, one in zip(whose, pair, strict=True)
-            )
-            found.append(f"{part}: {', '.join(texts)}")
+        fields = list(zip(*(one or (None, None) for one in pair), strict=True))
+        texts = (f"{name} {one or 'not quantized'}" for name, one in zip(whose, pair, strict=True))
+        if any(one != other and UNKNOWN not in (one, other) for one, other in fields):
+            differ.append(f"{part}: {', '.join(texts)}")
+        elif any(UNKNOWN in both for both in fields):
+            may.append(f"{part}: {', '.join(texts)}")
     if sorted(mine.left_out) != sorted(theirs.left_out):
         texts = (
             f"{name} {' and '.join(one.left_out) or 'none'}"
             for name, one in zip(whose, (mine, theirs), strict=True)
         )
-        found.append(f"left out: {', '.join(texts)}")
-    return found
+        may.append(f"left out: {', '.join(texts)}")
+    return differ, may
 
 
 def of_section(section: Mapping[str, Any], key: str) -> Format:

@@ -12,6 +12,7 @@ from precision_shim.precision.formats import (
     NVFP4,
     ROWS,
     TENSOR,
+    UNKNOWN,
     Format,
     Quantized,
     forward_of,
@@ -34,7 +35,7 @@ def test_one_format_on_both_sides() -> None:
     for computes in ("bf16", FP8):
         found = compare(side("actor", BLOCKWISE), side("rollout", BLOCKWISE, computes))
         assert found.chosen == f"{BLOCKWISE}, as the actor"
-        assert found.because.endswith("mine; mine: the kernels may still differ")
+        assert found.because.endswith("unasked, may still differ")
         assert (found.lost, found.apart) == (False, False)
 
 
@@ -44,8 +45,28 @@ def test_a_difference_is_named_by_its_part() -> None:
     assert "activations: actor fp8 e4m3 (blocks of 1x128), rollout fp8 e4m3 (per t" in found.because
     assert "weights: " not in found.because
     some = Format(BLOCKWISE.parts, ("lm_head",))
-    told = compare(side("actor", BLOCKWISE), side("rollout", some)).because
-    assert told.endswith("left out: actor none, rollout lm_head")
+    told = compare(side("actor", BLOCKWISE), side("rollout", some))
+    assert told.because.endswith("may differ: left out: actor none, rollout lm_head")
+    assert (told.chosen, told.apart) == (
+        "bf16 beside the actor's, quantized perhaps differently",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "apart"),
+    [
+        (Quantized(UNKNOWN), False),
+        (Quantized("e4m3"), False),
+        (Quantized("int8"), True),  # whatever its scaling is
+        (None, True),
+    ],
+)
+def test_what_is_not_known_may_differ(theirs: Quantized | None, apart: bool) -> None:
+    some = Format(parts_of(BLOCKWISE.parts["weights"], theirs), (), "its")
+    found = compare(side("actor", BLOCKWISE), side("rollout", some))
+    assert found.apart is apart
+    assert ("may differ: activations: actor " in found.because) is not apart
 
 
 @pytest.mark.parametrize("follow", [False, True])
