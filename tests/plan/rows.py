@@ -178,11 +178,13 @@ def _verls() -> Iterator[object]:
         (blocks, alone, same),
         ((*blocks, f"{ROLLOUT}.quantization=fp8"), same, "beside the actor"),
     ):
-        yield row("verl", on_megatron, *words, notes=[told], silent=[other, "bf16, as the actor"])
+        yield row(
+            "verl", on_megatron, *words, notes=[(told,)], silent=[other, "bf16, as the actor"]
+        )
     word = f"+{ROLLOUT}.engine_kwargs.vllm.quantization_config.linear=fp8"
     told = "bf16 with weights in fp8 e4m3 (per tensor)"
     line = (*GRPO, f"{ROLLOUT}.name=vllm")
-    yield row("verl", line, word, notes=[told], silent=["bf16, as the actor"])
+    yield row("verl", line, word, notes=[(told,)], silent=["bf16, as the actor"])
     # A precision at a key that verl lacks.
     keys = ("exp_avg_dtype", "trainer.precision", "data.dtype", "actor_rollout_ref.param_dtype")
     known = (f"++{ROLLOUT}.dtype=bfloat16", f"++{FSDP}.model_dtype=fp32")
@@ -239,7 +241,8 @@ def _skyrls() -> Iterator[object]:
     yield row("skyrl", SKYRL_ON_MEGATRON, f"{LAYERS}.fp8_param=true", problems=told)
     words = (f"{LAYERS}.fp8=e4m3", f"{LAYERS}.fp8_recipe=blockwise")
     told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
-    yield row("skyrl", SKYRL_ON_MEGATRON, *words, notes=[told], silent=["bf16, as the policy"])
+    notes = [(f"{one}: rollout-agreement: {told}",) for one in ("ref", "rollout")]
+    yield row("skyrl", SKYRL_ON_MEGATRON, *words, notes=notes, silent=["bf16, as the policy"])
     # Dtypes of models that SkyRL does not build.
     half = "fsdp_config.mixed_precision.param_dtype"
     default = f"trainer.ref.{half}=bf16"
@@ -299,7 +302,7 @@ def _nemo_rls() -> Iterator[object]:
     words = ("fp8_cfg={enabled: true, fp8: e4m3, fp8_recipe: blockwise}",)
     line = (*on_megatron, f"++{rollout}.precision=bfloat16", "++policy.generation.backend=vllm")
     told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
-    yield row("nemo_rl", line, f"++policy.megatron_cfg.{words[0]}", notes=[told])
+    yield row("nemo_rl", line, f"++policy.megatron_cfg.{words[0]}", notes=[(told,)])
     # Where such a key says what is in force, and where no model has it.
     words = [
         f"policy.{one}_dtype=float32" for one in ("dtensor_cfg.fsdp_output", "optimizer.exp_avg")
