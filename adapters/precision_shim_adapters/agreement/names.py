@@ -18,6 +18,7 @@ from precision_shim.precision.formats import (
     UNKNOWN,
     Format,
     Quantized,
+    in_e4m3,
     of_section,
     parts_of,
 )
@@ -110,9 +111,9 @@ def read_format(options: Mapping[str, Any], place: str) -> Format | None:
 def _online(name: str) -> dict[str, Quantized]:
     found = _ONLINE.get(name.removesuffix("_static").removesuffix("_dynamic"))
     if found is not None:
-        return parts_of(*(Quantized("e4m3", scaling) for scaling in found))
+        return in_e4m3(*found)
     if name == FP8:
-        return parts_of(Quantized("e4m3", TENSOR), Quantized("e4m3"))
+        return in_e4m3(TENSOR, UNKNOWN)
     return parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
 
 

@@ -37,6 +37,7 @@ from precision_shim.adapting.rollouts import (
     Engine,
     Format,
     Quantized,
+    in_e4m3,
     parts_of,
 )
 
@@ -250,8 +251,7 @@ def _by_vllm(section: Mapping[str, Any], key: str) -> Format:
     counts = ((which, section.get(f"num_{which}_layers_in_bf16")) for which in ("first", "last"))
     left_out = [f"the {which} {count} layers" for which, count in counts if count]
     left_out += map(str, section.get("quantization_ignored_layer_kws") or ())
-    parts = parts_of(*(Quantized("e4m3", scaling) for scaling in scalings))
-    return Format(parts, tuple(left_out), f"{key}=fp8")
+    return Format(in_e4m3(*scalings), tuple(left_out), f"{key}=fp8")
 
 
 def read_trained(section: Mapping[str, Any], name: str) -> Engine | None:

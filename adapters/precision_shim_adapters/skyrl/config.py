@@ -33,8 +33,7 @@ from precision_shim.adapting.rollouts import (
     UNKNOWN,
     Engine,
     Format,
-    Quantized,
-    parts_of,
+    in_e4m3,
 )
 
 from ..agreement import model_files
@@ -351,8 +350,7 @@ def _engines(engines: Any) -> Iterator[Engine]:
     if wanted is not None:
         key = f"{INFERENCE}.fp8_weight_sync_mode={wanted}"
         scalings = _WIRES.get(str(wanted), (UNKNOWN, UNKNOWN))
-        parts = parts_of(*(Quantized("e4m3", scaling) for scaling in scalings))
-        yield Engine("rollout", FP8, "", because=key, format=Format(parts, (), key))
+        yield Engine("rollout", FP8, "", because=key, format=Format(in_e4m3(*scalings), (), key))
         return
     elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
     because = f"{KEY}, if the servers that run already were started so" if elsewhere else ""

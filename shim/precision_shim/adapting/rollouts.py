@@ -6,16 +6,16 @@ from ..precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine, Wire, compare
 from ..precision.formats import (
     BLOCKS,
     MX,
-    NVFP4,
     ROWS,
     UNKNOWN,
     Format,
     Quantized,
     forward_of,
+    in_e4m3,
     parts_of,
 )
 from ..precision.lm_head import SETTING, Head
 
 __all__ = ["AUTO", "ENGINE_NAMES", "FP8", "SETTING", "Engine", "Format", "Head", "Wire", "compare"]
 __all__ += ["judge_wires"]
-__all__ += ["BLOCKS", "MX", "NVFP4", "ROWS", "UNKNOWN", "Quantized", "forward_of", "parts_of"]
+__all__ += ["BLOCKS", "MX", "ROWS", "UNKNOWN", "Quantized", "forward_of", "in_e4m3", "parts_of"]

@@ -56,6 +56,11 @@ def parts_of(weights: Quantized, activations: Quantized | None) -> dict[str, Qua
     return {"weights": weights} | ({"activations": activations} if activations else {})
 
 
+def in_e4m3(weights: str, activations: str) -> dict[str, Quantized]:
+    """The parts of a layer whose weights and activations are fp8, by what shares a scale."""
+    return parts_of(Quantized("e4m3", weights), Quantized("e4m3", activations))
+
+
 Forward = tuple[Quantized | None, ...]
 """What of a forward pass is quantized: weights and activations."""
 
@@ -115,11 +120,9 @@ def _parts(section: Mapping[str, Any], method: str) -> dict[str, Quantized]:
         block = section.get("weight_block_size")
         static = section.get("activation_scheme") == "static"
         if not block:  # vLLM's dynamic activations are per token or per tensor, by its kernels
-            other = Quantized("e4m3", TENSOR if static else UNKNOWN)
-            return parts_of(Quantized("e4m3", TENSOR), other)
+            return in_e4m3(TENSOR, TENSOR if static else UNKNOWN)
         rows, columns = (*block, 0, 0)[:2]
-        weights = Quantized("e4m3", f"blocks of {rows}x{columns}")
-        return parts_of(weights, Quantized("e4m3", f"blocks of 1x{columns}"))
+        return in_e4m3(f"blocks of {rows}x{columns}", f"blocks of 1x{columns}")
     if method in ("awq", "gptq"):
         bits = section.get("bits", section.get("w_bit", 4))
         size = section.get("group_size", section.get("q_group_size"))

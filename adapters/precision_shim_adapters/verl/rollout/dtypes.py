@@ -18,9 +18,8 @@ from precision_shim.adapting.rollouts import (
     ROWS,
     Engine,
     Format,
-    Quantized,
     forward_of,
-    parts_of,
+    in_e4m3,
 )
 
 from ...agreement.lm_head import IsInForce
@@ -31,7 +30,7 @@ from ..config import PPO, ROLLOUT, ModelConfig, of_ppo, qat_format
 from ..config import section_of as _section
 from .lm_head import read_heads
 
-_BLOCKWISE = Format(parts_of(Quantized("e4m3", BLOCKS), Quantized("e4m3", ROWS)))
+_BLOCKWISE = Format(in_e4m3(BLOCKS, ROWS))
 """What verl makes of the rollout's ``quantization=fp8``."""
 SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
 """The sections of a job's config that this file reads."""
