@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import precision_shim
 
@@ -74,3 +75,15 @@ def test_nothing_is_started_on_a_device(one_process: Any, name: str) -> None:
     with counting:
         str(precision_shim.audit(*made))
     assert counting.count == 0
+
+
+def test_copies_of_quantized_weights_are_counted(one_process: Any) -> None:
+    chunks, optimizer = builds.make(next(iter(builds.HONEST.values())))
+    before = precision_shim.audit(chunks, optimizer)
+    layer = next(m for m in chunks[0].modules() if getattr(m, "weight", None) is not None)
+    layer._fp8_workspaces = {"weight": layer.weight.detach().to(torch.float8_e4m3fn)}
+    after = precision_shim.audit(chunks, optimizer)
+    other, size = ((one.parts[0].components["other"]) for one in (before, after))
+    assert size.allocated - other.allocated == layer.weight.numel()
+    assert "float8_e4m3fn" in size.dtypes
+    assert codes(after) == []

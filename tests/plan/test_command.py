@@ -345,6 +345,9 @@ def test_fp8_parameters_get_what_the_worker_gives_them() -> None:
         assert part.components["params"].bytes == other.components["params"].bytes
         assert part.components["master"] == other.components["master"]
     assert any("transposed" in note for note in model.notes)
+    for fields, kept in (({}, True), ({"disable_parameter_transpose_cache": True}, False)):
+        (computed,) = plan_models(replace(plain, layers={"fp8": "e4m3", **fields})).models
+        assert any(note.startswith("not counted: Trans") for note in computed.notes) is kept
     for kind, dtype in (("fp4", torch.bfloat16), ("fp8", torch.float32)):
         with pytest.raises(PlanError, match=f"{kind} parameters in a .* not known here"):
             plan_models(replace(plain, quantized=kind, dtype=dtype))

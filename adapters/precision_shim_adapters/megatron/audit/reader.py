@@ -70,7 +70,9 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
         if reading.name == "model" and experts:
             reading.name = "dense"
         if reading.name != "experts":
-            reading.routers = _routers([*chunks, *(c for o in optimizers for c in _own_chunks(o))])
+            every = unique([*chunks, *(c for o in optimizers for c in _own_chunks(o))])
+            reading.routers = _routers(every)
+            reading.other += _quantized_copies(every)
     return readings
 
 
@@ -89,6 +91,13 @@ def _routers(chunks: Sequence[Any]) -> dict[tuple[str, str], str]:
         due = computes if asked is None else name_of(known) if known else str(asked)
         found[due, computes] = " and ".join(names)
     return found
+
+
+def _quantized_copies(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """The copies that TransformerEngine's modules keep of weights that they quantize."""
+    modules = unique(module for chunk in chunks for module in chunk.modules())
+    kept = (vars(module).get("_fp8_workspaces") or {} for module in modules)
+    return [one for copies in kept for one in copies.values() if isinstance(one, torch.Tensor)]
 
 
 def is_expert(parameter: Any) -> bool:

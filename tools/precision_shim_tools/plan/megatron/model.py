@@ -129,6 +129,10 @@ class MegatronModel:
         """See ``Plannable``."""
         return (*self.requested.written(self.key, self.bucket_key), *self.unread)
 
+    @property
+    def _format(self) -> Format | None:
+        return self.format or read_format(self.layers, self.layers_key)
+
     def key_of(self, name: str) -> str:
         """The config's key of a field of the optimizer or of the DDP."""
         ddp = name in (_BUCKET, SUMS, legality.GATHER)
@@ -194,7 +198,7 @@ class MegatronModel:
             (*self.notes, *_notes(self, with_shim)),
             self.model.source,
             name_of(self.dtype),
-            format=str(self.format or read_format(self.layers, self.layers_key) or ""),
+            format=str(self._format or ""),
             warnings=() if with_shim is None else tuple(_warnings(self, with_shim)),
             ends=ends,
         )
@@ -528,6 +532,14 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
             "transposed (from Blackwell on not with the recipes delayed and tensorwise: 1 byte); "
             "their scales are not counted. Embeddings, norms and the output layer stay "
             f"{name_of(asked.dtype)}"
+        )
+    elif asked._format and not asked.layers.get("disable_parameter_transpose_cache"):
+        times = "and, to train, transposed" if side is not None else "for the forward pass"
+        yield (
+            "not counted: TransformerEngine keeps each weight that it quantizes in fp8 or fp4, too, "
+            f"{times}, from the first micro-batch on: in fp8 at most as many bytes as the "
+            "16-bit weights, besides scales. With disable_parameter_transpose_cache: true in the "
+            "model's config it makes them anew in each micro-batch"
         )
     if asked.buckets.get(SUMS):
         yield f"{asked.key_of(SUMS)}: its fp32 sums are counted for all parameters"
