@@ -536,8 +536,8 @@ def _notes(asked: MegatronModel, side: Side | None) -> Iterator[str]:
     elif asked._format and not asked.layers.get("disable_parameter_transpose_cache"):
         times = "and, to train, transposed" if side is not None else "for the forward pass"
         yield (
-            "not counted: TransformerEngine keeps each weight that it quantizes in fp8 or fp4, too, "
-            f"{times}, from the first micro-batch on: in fp8 at most as many bytes as the "
+            "not counted: TransformerEngine keeps each weight that it quantizes in fp8 or fp4, too"
+            f", {times}, from the first micro-batch on: in fp8 at most as many bytes as the "
             "16-bit weights, besides scales. With disable_parameter_transpose_cache: true in the "
             "model's config it makes them anew in each micro-batch"
         )
