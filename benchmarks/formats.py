@@ -6,7 +6,7 @@
 Models, prompts, real vLLM and trainer are those of ``benchmarks/both_sides.py``, both in bf16. The
 linear layers are quantized on either side, except the LM head: torchao quantizes weights and
 activations as on a GPU, a matrix product of the quantized numbers is computed in fp32, and its
-result is rounded to bf16. Install tests/environments/vllm-0.30.0.txt with vllm-overrides.txt.
+result is rounded to bf16. `tox run -e vllm-0.30.0 --notest` makes the environment.
 """
 
 from __future__ import annotations
