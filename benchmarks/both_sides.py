@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -184,7 +184,12 @@ def sample(llm: Any, prompts: Sequence[list[int]], new: int) -> Sampled:
     return Sampled(torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64))
 
 
-def score(model: Any, sampled: Sampled, dtype: torch.dtype, *, head: bool = False) -> torch.Tensor:
+def score(
+    model: Any,
+    sampled: Sampled,
+    dtype: torch.dtype,
+    change: Callable[[Any], object] = lambda _: None,
+) -> torch.Tensor:
     """The trainer's log probabilities of the answers.
 
     The trainer's weights are rounded to ``dtype`` once, as in FSDP and Megatron, and the trainer
@@ -195,17 +200,21 @@ def score(model: Any, sampled: Sampled, dtype: torch.dtype, *, head: bool = Fals
         model: the trainer's model in fp32.
         sampled: prompts and answers.
         dtype: the dtype that the trainer computes in.
-        head: whether the shim makes the trainer compute its LM head in fp32.
+        change: changes the rounded copy of the model, such as its LM head or its linear layers.
     """
     new = sampled.logprobs.shape[1]
     rounded = copy.deepcopy(model).to(dtype)
-    if head:
-        compute_in_fp32(rounded, "both_sides")
+    change(rounded)
     with torch.no_grad():
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             logits = rounded(sampled.tokens, use_cache=False).logits[:, -new - 1 : -1]
         every = logits.float().log_softmax(-1)
     return every.gather(-1, sampled.tokens[:, -new:, None])[..., 0]
+
+
+def head_in_fp32(model: Any) -> None:
+    """Compute the model's LM head in fp32, as the shim does in a trainer."""
+    compute_in_fp32(model, "both_sides")
 
 
 def on_the_way(model: Any, wire: torch.dtype) -> Any:
@@ -251,7 +260,7 @@ def measure_heads(size: Size, seed: int, folder: Path) -> dict[tuple[str, str], 
             for trainer in (False, True):
                 mine = tuple(short for short, on in (("t", trainer), ("r", rollout)) if on)
                 (who,) = [key for key, value in HEADS.items() if value == mine]
-                scored = score(model, sampled, dtype, head=trainer)
+                scored = score(model, sampled, dtype, *[head_in_fp32][: int(trainer)])
                 found[name, who] = mismatch(scored, sampled.logprobs)
     return found
 

@@ -2,6 +2,7 @@
 
     python benchmarks/cost.py .tox                      # where tox keeps its environments
     python benchmarks/cost.py .tox --old ../a-checkout  # beside another build, in turn
+    python benchmarks/cost.py .tox --write              # writes the tables into docs/cost.md
 
 Each figure is a median over the rounds; each round runs all cases in a new random order. Seconds
 are processor time, user and system, of the process. ``+`` is the median of the differences from the
@@ -20,6 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "cost.md"
+IMPORTS = "<!-- measured:imports -->", "<!-- /measured:imports -->"
+COMMANDS_OF = "<!-- measured:commands -->", "<!-- /measured:commands -->"
+HEAD = "| worker imports | shim | CPU s | + s | MiB | + MiB |\n|---|---|---|---|---|---|"
 WORKERS = {
     "verl-0.9.1": (
         "verl.workers.engine.megatron.transformer_impl",
@@ -102,16 +107,32 @@ def rows(name: str, cases: list[Case]) -> list[str]:
     return found
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where tox keeps its environments")
-    parser.add_argument("--old", type=Path, help="a checkout of another build")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", help="one environment, such as verl-0.9.1")
-    asked = parser.parse_args()
-    builds = {"this build": ROOT, **({"the other build": asked.old} if asked.old else {})}
-    print("| worker imports | shim | CPU s | + s | MiB | + MiB |\n|---|---|---|---|---|---|")
+def summary(table: str) -> str:
+    """A sentence on the framework whose import the shim lengthens most, from the table's rows."""
+    cells = [[one.strip() for one in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    pairs = zip(cells[::2], cells[1::2], strict=True)  # without the shim, and with this build
+    without, ours = max(pairs, key=lambda pair: float(pair[1][3].rstrip(")").split()[-1]))
+    low, high = (float(one) for one in without[3].split(" to "))
+    seconds = float(ours[3].split()[0])
+    place = "more than" if seconds > high else "less than" if seconds < low else "within"
+    return (
+        f"The import that the shim changes most is {without[0]}'s: {ours[3]} s of {without[2]} s, "
+        f"{place} the {without[3]} s that separate runs without the shim."
+    )
+
+
+def with_block(page: str, markers: tuple[str, str], text: str) -> str:
+    """A page's text, with ``text`` between the page's two markers."""
+    begin, end = markers
+    if (page.count(begin), page.count(end)) != (1, 1):
+        raise SystemExit(f"{PAGE.name} should have {begin} ... {end} once")
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+
+
+def imports(asked: argparse.Namespace, builds: dict[str, Path]) -> list[str]:
+    """The rows of each framework whose environment is there."""
+    found = []
     for name, modules in WORKERS.items():
         python = asked.folder / name / "bin" / "python"
         if asked.only not in (None, name) or not python.exists():
@@ -120,16 +141,47 @@ def main() -> None:
         on = f"import precision_shim; precision_shim.install(); {code}"
         cases = [Case(one, ("-c", code), ROOT) for one in ("without", "again")]
         cases += [Case(build, ("-c", on), place) for build, place in builds.items()]
-        print("\n".join(rows(name, measured(python, cases, asked.rounds))), flush=True)
+        found += rows(name, measured(python, cases, asked.rounds))
+        print("\n".join(found[-1 - len(builds) :]), flush=True)
+    return found
+
+
+def commands(asked: argparse.Namespace, builds: dict[str, Path]) -> list[str]:
+    """The table of the commands, which run in the first framework's environment."""
     python = asked.folder / next(iter(WORKERS)) / "bin" / "python"
-    if python.exists():
-        print(f"\n| command | {' | '.join(builds)} |\n|---|{'---|' * len(builds)}")
-        for name, command in COMMANDS.items():
-            cases = [Case(build, command, place) for build, place in builds.items()]
-            times = [
-                statistics.median(one.seconds) for one in measured(python, cases, asked.rounds)
-            ]
-            print(f"| `{name}` | {' | '.join(f'{one:.2f} s' for one in times)} |", flush=True)
+    if not python.exists():
+        return []
+    found = [f"| command | {' | '.join(builds)} |", f"|---|{'---|' * len(builds)}"]
+    for name, command in COMMANDS.items():
+        cases = [Case(build, command, place) for build, place in builds.items()]
+        times = [statistics.median(one.seconds) for one in measured(python, cases, asked.rounds)]
+        found.append(f"| `{name}` | {' | '.join(f'{one:.2f} s' for one in times)} |")
+    return found
+
+
+def main() -> None:
+    """Print the tables, or write them into the page, too."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where tox keeps its environments")
+    parser.add_argument("--old", type=Path, help="a checkout of another build")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", help="one environment, such as verl-0.9.1")
+    parser.add_argument("--write", action="store_true", help="into docs/cost.md")
+    asked = parser.parse_args()
+    if asked.write and (asked.old or asked.only):
+        parser.error("--write is for this build and all environments: leave --old and --only out")
+    builds = {"this build": ROOT, **({"the other build": asked.old} if asked.old else {})}
+    print(HEAD)
+    found = imports(asked, builds)
+    of_commands = commands(asked, builds)
+    print("\n" + "\n".join(of_commands))
+    if not asked.write:
+        return
+    if len(found) != 2 * len(WORKERS):
+        raise SystemExit(f"{asked.folder} should have {', '.join(WORKERS)}: nothing written")
+    table = "\n".join([HEAD, *found])
+    page = with_block(PAGE.read_text("utf-8"), IMPORTS, f"{table}\n\n{summary(table)}")
+    PAGE.write_text(with_block(page, COMMANDS_OF, "\n".join(of_commands)), "utf-8")
 
 
 if __name__ == "__main__":

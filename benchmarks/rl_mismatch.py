@@ -35,7 +35,7 @@ STEPS, PARTS = 24, 3
 
 @dataclass(frozen=True)
 class Measured(Job):
-    """A job of the demo without the overflows that the demo provokes.
+    """A job of the demo, at the shim's default loss scale.
 
     Attributes:
         wire: whether the weights are rounded to bf16 on their way to the rollout engine.
@@ -50,10 +50,8 @@ class Measured(Job):
         return f"{self.trainer} trainer, {self.rollout} rollout{through}"
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """The environment of the job's processes, with the shim's default initial loss scale."""
+        """The environment of the job's processes."""
         variables = super().environment(folder)
-        variables.pop("PRECISION_SHIM_LOSS_SCALE_INIT", None)
-        variables.pop("PRECISION_SHIM_GROWTH_INTERVAL", None)
         if self.wire:
             variables["VERL_USE_EXTERNAL_MODULES"] = f"{__package__}.bf16_wire"
         return variables

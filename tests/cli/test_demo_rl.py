@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from examples.demo.rl import results
-from examples.demo.rl.jobs import JOBS
+from examples.demo.rl.jobs import FORCED, JOBS
 from examples.demo.rl.results import METRICS, Course
 from examples.processes import keeper
 
@@ -32,10 +32,12 @@ def course(k3=1e-4, reward=(0.5, 0.9), scale=(), skipped=()):
     return Course([1, 2], [*reward], [k3] * 2, [*scale], [*skipped], [1.0, 1.0])
 
 
-def four(**third):
-    """Each job's courses, of one seed; by default all that the demo promises holds."""
-    ours = {"k3": 1e-6, "scale": (4.0, 2.0), "skipped": (1.0, 1.0)}
-    return [[course()], [course()], [course(**{**ours, **third})], [course(k3=1e-6)]]
+def jobs(**third):
+    """Each job's courses, of one seed, and the forced overflows; by default all promises hold."""
+    forced = {"scale": (4.0, 2.0), "skipped": (1.0, 1.0)}
+    forced = {name: third.pop(name, default) for name, default in forced.items()}
+    ours = [course(**{"k3": 1e-6, **third})]
+    return [[course()], [course()], ours, [course(k3=1e-6)]], course(**forced)
 
 
 def test_verls_metrics_are_read_while_it_still_writes_them(tmp_path):
@@ -59,7 +61,7 @@ def test_verls_metrics_are_read_while_it_still_writes_them(tmp_path):
     ],
 )
 def test_a_promise_that_is_not_kept_is_named(third, broken):
-    found = [each.name for each in results.check(four(**third)) if not each.ok]
+    found = [each.name for each in results.check(*jobs(**third)) if not each.ok]
     assert len(found) == (broken is not None)
     assert all(broken in name for name in found)
 
@@ -70,14 +72,24 @@ def test_the_jobs_differ_in_their_dtypes_alone(tmp_path):
         differing = {key.partition("=")[0] for key in one ^ commands[0]}
         assert all("dtype" in key for key in differing)
     assert commands[1] == commands[2], "the shim alone makes the difference"
-    on = [job.environment(tmp_path)["PRECISION_SHIM"] for job in JOBS]
-    assert on == ["0", "0", "1", "0"]
+    every = [job.environment(tmp_path) for job in (*JOBS, FORCED)]
+    assert [one["PRECISION_SHIM"] for one in every] == ["0", "0", "1", "0", "1"]
+    scaled = ["PRECISION_SHIM_LOSS_SCALE_INIT" in one for one in every]
+    assert scaled == [False] * 4 + [True], "compared at the default loss scale"
+    assert FORCED.command(tmp_path, 3) == JOBS[2].command(tmp_path, 3)
+
+
+def test_the_picture_needs_no_more_than_the_metrics(tmp_path):
+    four, forced = jobs()
+    named = {job.title: each for job, each in zip(JOBS, four, strict=True)}
+    results.draw(tmp_path / "rl.png", named, forced, ("four", "forced"))
+    assert (tmp_path / "rl.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_users_settings_and_cluster_stay_out_of_the_jobs(tmp_path, monkeypatch):
     monkeypatch.setenv("PRECISION_SHIM_FEATURES", "-audit")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    for job in JOBS:
+    for job in (*JOBS, FORCED):
         environment = job.environment(tmp_path)
         assert "RAY_ADDRESS" not in environment
         assert "PRECISION_SHIM_FEATURES" not in environment

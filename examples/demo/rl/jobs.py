@@ -1,4 +1,4 @@
-"""The four jobs of the RL demo: each starts verl's own GRPO by verl's command line."""
+"""The jobs of the RL demo: each starts verl's own GRPO by verl's command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...processes.keeper import WORKERS
 from . import vllm_on_cpu
 from .task import ANSWER, ANSWERS, PROMPTS
 
-__all__ = ["ENVIRONMENT", "JOBS", "Job"]
+__all__ = ["ENVIRONMENT", "FORCED", "JOBS", "Job"]
 
 ENVIRONMENT = "environment.json"
 """The name of the file with a job's environment."""
@@ -22,7 +22,7 @@ _ROOT = _HERE.parents[2]
 _WORKER = "actor_rollout_ref"
 _IN_VLLM = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 FIRST_SCALE, GROWS_AFTER = 2**19, 16
-"""The loss scale of the job with the shim: too high on purpose, so that steps overflow."""
+"""The loss scale of ``FORCED``: too high on purpose, so that steps overflow."""
 FOLLOW = f"{PREFIX}_ROLLOUT=follow"
 
 
@@ -35,19 +35,22 @@ class Job:
         trainer: dtype that the trainer computes in, as verl names it.
         rollout: the rollout's dtype in the job's command.
         shim: whether the shim is on. It then writes the trainer's dtype into the rollout's key.
+        overflows: whether the shim starts with a loss scale that makes steps overflow.
     """
 
     name: str
     trainer: str
     rollout: str
     shim: bool = False
+    overflows: bool = False
 
     @property
     def title(self) -> str:
         """The job's name in the report."""
         if self.shim:
             set_by = f"rollout set from {self.rollout} to {self.trainer} by the shim"
-            return f"{self.trainer} trainer, {set_by}"
+            forced = ", loss scale too high on purpose" if self.overflows else ""
+            return f"{self.trainer} trainer, {set_by}{forced}"
         return f"{self.trainer} trainer, {self.rollout} rollout, no shim"
 
     def environment(self, folder: Path) -> dict[str, str]:
@@ -79,13 +82,11 @@ class Job:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # runs the model in its engine's process
             "VLLM_NO_USAGE_STATS": "1",
         }
-        shim = {
-            PREFIX: "1",
-            **dict([FOLLOW.split("=")]),
-            f"{PREFIX}_LOSS_SCALE_INIT": str(FIRST_SCALE),
-            f"{PREFIX}_GROWTH_INTERVAL": str(GROWS_AFTER),
-        }
-        return {**kept, **vllm_on_cpu.ENVIRONMENT, **ours, **(shim if self.shim else {PREFIX: "0"})}
+        shim = {PREFIX: "1", **dict([FOLLOW.split("=")])} if self.shim else {PREFIX: "0"}
+        if self.overflows:
+            shim[f"{PREFIX}_LOSS_SCALE_INIT"] = str(FIRST_SCALE)
+            shim[f"{PREFIX}_GROWTH_INTERVAL"] = str(GROWS_AFTER)
+        return {**kept, **vllm_on_cpu.ENVIRONMENT, **ours, **shim}
 
     def metrics(self, folder: Path) -> Path:
         """The file that verl's logger ``file`` writes."""
@@ -183,3 +184,5 @@ JOBS = (
     Job("fp16-fp16", "fp16", "fp16"),
 )
 """The third has the second's command. The fourth is the control: what it shows needs no shim."""
+FORCED = Job("overflows", "fp16", "bf16", shim=True, overflows=True)
+"""The third with steps that overflow, in a run of its own: a skipped step teaches nothing."""

@@ -63,16 +63,17 @@ def read(path: Path) -> Course:
     return Course(**columns)
 
 
-def check(courses: Sequence[Sequence[Course]]) -> list[Check]:
+def check(courses: Sequence[Sequence[Course]], forced: Course) -> list[Check]:
     """Check the demo's promises on its jobs.
 
     Args:
         courses: the metrics of each job of ``JOBS``, one course per seed.
+        forced: the metrics of the job ``FORCED``.
     """
     learned = [fmean(fmean(one.reward[-5:]) for one in job) for job in courses]
     k3 = [fmean(fmean(one.k3[:FIRST]) for one in job) for job in courses]
-    *_, ours, _ = courses
     words = " / ".join
+    skips = forced.skipped and forced.skipped[-1]
     return [
         Check(
             "reward at the end, of 1",
@@ -86,19 +87,25 @@ def check(courses: Sequence[Sequence[Course]]) -> list[Check]:
         ),
         Check(
             "overflows are skipped, and the loss scale falls",
-            all(one.skipped and one.skipped[-1] and min(one.scale) < one.scale[0] for one in ours),
-            words(
-                f"{one.skipped[-1]:.0f} skipped, scale {one.scale[0]:.0f} to {one.scale[-1]:.0f}"
-                if one.skipped
-                else "verl logged neither"
-                for one in ours
-            ),
+            bool(skips) and min(forced.scale) < forced.scale[0],
+            f"{skips:.0f} skipped, scale {forced.scale[0]:.0f} to {forced.scale[-1]:.0f}"
+            if forced.skipped
+            else "verl logged neither",
         ),
     ]
 
 
-def draw(path: Path, courses: Mapping[str, Sequence[Course]], title: str, forced: str) -> None:
-    """Write the plot: of each job's seeds the median, and a band from the least to the greatest."""
+def draw(
+    path: Path, courses: Mapping[str, Sequence[Course]], forced: Course, titles: tuple[str, str]
+) -> None:
+    """Write the plot: of each job's seeds the median, and a band from the least to the greatest.
+
+    Args:
+        path: the file of the plot.
+        courses: the metrics of each job of ``JOBS`` by the job's title, one course per seed.
+        forced: the metrics of the job ``FORCED``, in a panel of its own.
+        titles: of the plot, and of this panel.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,20 +138,18 @@ def draw(path: Path, courses: Mapping[str, Sequence[Course]], title: str, forced
             axis.set_ylabel(METRICS[name])
         axes["k3"].set_yscale("log")
         figure.legend(*axes["k3"].get_legend_handles_labels(), loc="outside upper center",
-                      ncols=2, frameon=False, title=title, title_fontsize=14)  # fmt: skip
+                      ncols=2, frameon=False, title=titles[0], title_fontsize=14)  # fmt: skip
 
         axis = axes["scale"]
-        for one in [*courses.values()][-2]:
-            before = [0.0, *one.skipped]
-            at = [n for n, count in enumerate(one.skipped) if count > before[n]]
-            axis.plot(one.step, one.scale, drawstyle="steps-mid", **styles[2], alpha=0.6)
-            axis.plot(
-                [one.step[n] for n in at], [one.scale[n] for n in at], "x", color="#c62828",
-                markersize=10, markeredgewidth=2.5,
-            )  # fmt: skip
+        before = [0.0, *forced.skipped]
+        at = [n for n, count in enumerate(forced.skipped) if count > before[n]]
+        axis.plot(forced.step, forced.scale, drawstyle="steps-mid", color="#5e3c99", linewidth=2.4)
+        axis.plot(
+            [forced.step[n] for n in at], [forced.scale[n] for n in at], "x", color="#c62828",
+            markersize=10, markeredgewidth=2.5,
+        )  # fmt: skip
         axis.set_yscale("log", base=2)
-        told = "Loss scale with the shim, a line for each seed; x: skipped"
-        axis.set_title(f"{told}\n({forced})", loc="left")
+        axis.set_title(titles[1], loc="left")
         axis.set_ylabel(METRICS["scale"])
         for axis in axes.values():
             axis.spines[["top", "right"]].set_visible(False)

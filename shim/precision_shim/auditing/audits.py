@@ -88,12 +88,12 @@ def look(
     problems: list[Finding] = []
     notes: list[Finding] = []
     for reading, part in zip(readings, parts, strict=True):
-        due = dict(named)
+        expects = dict(named)
         if part is not parts[0]:  # the first has the model's frozen parameters and buffers
             for name in ("frozen", "other"):
                 if not part.components[name].dtypes:
-                    due.pop(name, None)
-        wrong, told = rules.find(reading, part, due, where, fp32_key, wrote=wrote)
+                    expects.pop(name, None)
+        wrong, told = rules.find(reading, part, expects, where, fp32_key, wrote=wrote)
         problems, notes = problems + wrong, notes + told
     rank, world = rank_of_job()
     every = [size for sizes in measured for size in sizes.values()]

@@ -71,10 +71,10 @@ def find(
 
     def told(faults: Iterable[_Fault]) -> list[Finding]:
         found = []
-        for code, component, due, there, remedy in faults:
+        for code, component, should_be, there, remedy in faults:
             place = ", ".join(word for word in (where, part.name, component) if word)
-            message = f"{place}: expected {due}, found {there}: {remedy}."
-            found.append(Finding(code, part.name, component, due, there, message))
+            message = f"{place}: expected {should_be}, found {there}: {remedy}."
+            found.append(Finding(code, part.name, component, should_be, there, message))
         return found
 
     problems, notes = [*_problems(reading, part, expected, wrote)], [*_notes(reading)]
@@ -115,14 +115,14 @@ def _problems(
 
 
 def _no_scaler(reading: Reading) -> _Fault:
-    vanish, due, found = "fp16 gradients vanish without one", "a loss scaler", NOTHING
+    vanish, should_be, found = "fp16 gradients vanish without one", "a loss scaler", NOTHING
     if reading.wanted is not None:
         vanish = reading.wanted.remedy("scaler-missing", "fp16")
     elif reading.scaler is not None:
-        due, found = f"{due} that is on", f"{type(reading.scaler).__name__}, turned off"
+        should_be, found = f"{should_be} that is on", f"{type(reading.scaler).__name__}, turned off"
     else:
         vanish += "; audit() saw none, pass it as scaler= if there is one"
-    return "scaler-missing", "params", due, found, vanish
+    return "scaler-missing", "params", should_be, found, vanish
 
 
 def _low_step_counts(reading: Reading) -> list[str]:
@@ -136,24 +136,26 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Fault]:
-    def fault(code: str, whose: str | None, due: str, found: str, **words: str) -> _Fault:
-        return code, whose, due, found, wanted.remedy(code, due, **words)
+    def fault(code: str, whose: str | None, should_be: str, found: str, **words: str) -> _Fault:
+        return code, whose, should_be, found, wanted.remedy(code, should_be, **words)
 
     # The gradients of fp32 parameters are fp32, regardless of the config.
-    due_of = {torch.float32: torch.float32, **dict.fromkeys(SIXTEEN_BIT, wanted.main_grads)}
+    main_grads_of = {torch.float32: torch.float32, **dict.fromkeys(SIXTEEN_BIT, wanted.main_grads)}
     views = reading.bucket_views
     pairs = {(p.dtype, views[id(p)].dtype) for p in reading.trainable if id(p) in views}
-    for must in dict.fromkeys(due_of.values()):
-        others = {found for dtype, found in pairs if due_of.get(dtype) is must} - {must}
+    for must in dict.fromkeys(main_grads_of.values()):
+        others = {found for dtype, found in pairs if main_grads_of.get(dtype) is must} - {must}
         if must is not None and others:
             yield fault("main-grads-dtype", "grad_buckets", name_of(must), _names(others))
     for moment in ("exp_avg", "exp_avg_sq"):
-        due: torch.dtype | None = getattr(wanted, moment)
+        should_be: torch.dtype | None = getattr(wanted, moment)
         states = (getattr(state, moment) for state in reading.owned)
         held = {value.dtype for value in states if value is not None} | reading.later(moment)
-        if due is not None and held - {due}:
+        if should_be is not None and held - {should_be}:
             words = {"component": moment, "optimizer": reading.optimizer}
-            yield fault("moment-dtype", moment, name_of(due), _names(held - {due}), **words)
+            yield fault(
+                "moment-dtype", moment, name_of(should_be), _names(held - {should_be}), **words
+            )
     yield from _masters(reading, wanted.masters, fault)
     for (asked, computes), names in reading.routers.items():
         if asked != computes:
@@ -188,11 +190,11 @@ def _masters(
         elif found is not wanted[state.dtype]:
             wrong[name_of(wanted[state.dtype]), name_of(found)] = None
     if lacking:
-        due = _names(wanted[dtype] for dtype in lacking)
+        should_be = _names(wanted[dtype] for dtype in lacking)
         without = f"none for {len(lacking)} of {len(reading.owned)} tensors"
-        yield fault("master-missing", "master", due, without, params=_names(lacking))
-    for due, held in wrong:
-        yield fault("master-dtype", "master", due, held)
+        yield fault("master-missing", "master", should_be, without, params=_names(lacking))
+    for should_be, held in wrong:
+        yield fault("master-dtype", "master", should_be, held)
 
 
 def _no_master(reading: Reading, fp32_key: str = "") -> tuple[str, bool]:

@@ -252,20 +252,20 @@ class _Before(NamedTuple):
         state, second = optimizer.state.get(self.stepped, {}), self.second
         if self.weights:
             moment = state.get("exp_avg", state.get("momentum_buffer"))
-            due = (self.slope if moment is None else self.at(moment)) != 0
-            due = due | (self.weights[0] * self.group.get("weight_decay", 0.0) != 0)
-            due = due & self.weights[0].isfinite() & (self.group["lr"] != 0)
+            changing = (self.slope if moment is None else self.at(moment)) != 0
+            changing = changing | (self.weights[0] * self.group.get("weight_decay", 0.0) != 0)
+            changing = changing & self.weights[0].isfinite() & (self.group["lr"] != 0)
             new = map(self.at, _weights(optimizer, self.stepped))
             kept = [one == before for one, before in zip(new, self.weights, strict=True)]
             stored = "+".join(name_of(one.dtype) for one in self.weights)
-            yield "weights", stored, self._count(due, torch.stack(kept).all(0))
+            yield "weights", stored, self._count(changing, torch.stack(kept).all(0))
         if second is not None:
-            due = (self.slope * self.slope < second.double()) & second.isfinite()
+            changing = (self.slope * self.slope < second.double()) & second.isfinite()
             same = self.at(state["exp_avg_sq"]) == second
-            yield "exp_avg_sq", name_of(second.dtype), self._count(due, same)
+            yield "exp_avg_sq", name_of(second.dtype), self._count(changing, same)
 
-    def _count(self, due: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
-        return torch.stack([due.sum(), (due & same).sum()]).double() * self.apart
+    def _count(self, changing: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
+        return torch.stack([changing.sum(), (changing & same).sum()]).double() * self.apart
 
 
 def _weights(optimizer: Any, stepped: torch.Tensor) -> list[torch.Tensor]:
@@ -285,22 +285,22 @@ def _take(optimizer: Any, elsewhere: bool) -> Iterator[_Before]:
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     scaled = {name for name, dtype in dtypes.items() if dtype in (torch.float16, torch.uint8)}
     decoupled = getattr(optimizer, "use_decoupled_grad", False)
-    due = [
+    sampled = [
         (p, gradient, group)
         for group in optimizer.param_groups
         for p in group["params"]
         if (gradient := getattr(p, "decoupled_grad" if decoupled else "grad", None)) is not None
         and not gradient.is_sparse
     ]
-    tensors = -(-len(due) // _MOST_TENSORS) or 1
-    due = due[::tensors]
+    tensors = -(-len(sampled) // _MOST_TENSORS) or 1
+    sampled = sampled[::tensors]
     # An odd distance: an even one may divide a row's length, and sample one column only.
-    apart = -(-sum(local(p).numel() for p, _, _ in due) // _MOST_ELEMENTS) | 1
+    apart = -(-sum(local(p).numel() for p, _, _ in sampled) // _MOST_ELEMENTS) | 1
 
     def at(tensor: torch.Tensor) -> torch.Tensor:
         return local(tensor).detach().reshape(-1)[::apart].clone()
 
-    for p, gradient, group in due:
+    for p, gradient, group in sampled:
         weights = _weights(optimizer, p)
         if "master_param" in scaled or (elsewhere and p.dtype in SIXTEEN_BIT):
             weights = []

@@ -88,8 +88,8 @@ def _routers(chunks: Sequence[Any]) -> dict[tuple[str, str], str]:
         half = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
         known = any_dtype(asked)
         computes = name_of((known if asked in names else half) or router.weight.dtype)
-        due = computes if asked is None else name_of(known) if known else str(asked)
-        found[due, computes] = " and ".join(names)
+        should = computes if asked is None else name_of(known) if known else str(asked)
+        found[should, computes] = " and ".join(names)
     return found
 
 
