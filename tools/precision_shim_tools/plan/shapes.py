@@ -1,16 +1,19 @@
 """Read the names and shapes of a model's parameters: transformers builds the model without weights.
 
-Equal parameters of several experts are one ``Weight`` with a count, so the number of ``Weight``
-objects does not depend on the number of experts.
+Of equal layers, only the first is built, in architectures whose config tells which layers are
+equal. Equal parameters of several experts are one ``Weight`` with a count, so the number of
+``Weight`` objects does not depend on the number of experts.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,13 @@ _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_n
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTER = re.compile(r"\.(gate|router|router\.layer|gate\.wg|router\.classifier)\.(weight|bias)$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+_LAYERS_IN_CONFIG = (
+    "dots1 deepseek_v2 deepseek_v3 ernie4_5_moe gemma2 glm4_moe gpt_oss llama mistral mixtral olmoe"
+    " qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next"
+)
+"""Architectures (``model_type``) whose layers have equal parameters if ``_kinds`` are equal."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +145,9 @@ def _build(config: Mapping[str, Any], where: str) -> Model:
         from transformers import AutoConfig
 
         made = AutoConfig.for_model(kind, **written)
+        kinds = _kinds(made) if kind in _LAYERS_IN_CONFIG.split() else []
         with torch.device("meta"):
-            model = _class_of(made).from_config(made)
+            model = _class_of(made).from_config(_of_first_layers(made, kinds) if kinds else made)
     except Exception as error:  # transformers is missing, or its code for a model fails
         raise PlanError(
             f"{where}: transformers cannot build a model of model_type={kind!r} "
@@ -146,10 +157,54 @@ def _build(config: Mapping[str, Any], where: str) -> Model:
         (_EXPERT.sub(".experts.*.", name), tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     )
-    weights = tuple(Weight(name, shape, number) for (name, shape), number in counted.items())
+    built = [Weight(name, shape, number) for (name, shape), number in counted.items()]
+    weights = tuple(_repeated(built, kinds))
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
     return Model(weights, text_config(config), tied=tied)
+
+
+def _kinds(config: Any) -> list[Any]:
+    """For each layer, the values of the config by which a layer's modules are chosen."""
+    size, given = config.num_hidden_layers, vars(config)
+    per_layer = [one for one in given.values() if isinstance(one, list) and len(one) == size]
+    interval = given.get("moe_layer_interval", 1)
+    first, last = given.get("moe_layer_start_index", 0), given.get("moe_layer_end_index", size)
+    return [
+        (
+            *(one[layer] for one in per_layer),
+            layer in (given.get("mlp_only_layers") or ()),
+            layer < given.get("first_k_dense_replace", 0),
+            (layer + 1) % (given.get("decoder_sparse_step") or 1),
+            first <= layer <= last and (layer + 1) % interval == 0,
+        )
+        for layer in range(size)
+    ]
+
+
+def _of_first_layers(config: Any, kinds: list[Any]) -> Any:
+    """Return the config of the model's first layers, of which there is one of each kind."""
+    first, whole = copy.deepcopy(config), len(kinds)
+    first.num_hidden_layers = 1 + max(map(kinds.index, kinds))
+    for key, value in vars(first).items():
+        if isinstance(value, list) and len(value) == whole:
+            setattr(first, key, value[: first.num_hidden_layers])
+    return first
+
+
+def _repeated(built: list[Weight], kinds: list[Any]) -> Iterator[Weight]:
+    """Yield the weights of all layers, in their order; those of a layer are of its kind's first."""
+    for of_layers, weights in groupby(built, lambda one: bool(kinds and _LAYER.search(one.name))):
+        if not of_layers:
+            yield from weights
+            continue
+        first = {
+            layer: list(own)
+            for layer, own in groupby(weights, lambda one: _LAYER.findall(one.name)[0])
+        }
+        for layer, kind in enumerate(kinds):
+            for one in first[str(kinds.index(kind))]:
+                yield replace(one, name=_LAYER.sub(f"layers.{layer}.", one.name, count=1))
 
 
 def _class_of(config: Any) -> Any:
