@@ -109,9 +109,29 @@ LOW = "actor.optimizer.type=adam_bf16"
 ON_FSDP, KL = "actor.backend=fsdp:d4p1t1", "++actor.kl_ctl=0.1"
 AGREED, LOST = "fp16, as the actor", "bf16 beside the actor's fp16"
 TOLD = ("the ref in bf16 (ref.dtype",)
+FP8 = "++actor.megatron.fp8_config={mode:e4m3,recipe:blockwise,first_last_layers_bf16:true}"
+BLOCKS = "weights in fp8 e4m3 (blocks of 128x128), activations{} in fp8 e4m3 (blocks of 1x128)"
+ON_ARCHON = "actor.backend=archon:d4p1t1 ++actor.archon.fp8_config.mode=blockwise"
 
 
 @each(
+    fp8=Row(
+        f"bf16 bf16 {FP8}",
+        f"bf16 beside the actor's bf16 with {BLOCKS.format(' and gradients')}; not in the first 1 "
+        "layers, the last 1 layers",
+        because="actor.megatron.fp8_config.mode=e4m3, actor.megatron.fp8_config.recipe=blockwise",
+    ),
+    fp8_that_fsdp_does_not_read=Row(f"bf16 bf16 {FP8} {ON_FSDP}", "bf16, as the actor"),
+    archon=Row(
+        f"bf16 bf16 {ON_ARCHON} ++actor.archon.fp8_config.exclude_modules=[output]",
+        f"bf16 beside the actor's bf16 with {BLOCKS.format('')}; not in output, experts",
+        because="actor.archon.fp8_config.mode=blockwise",
+    ),
+    rollout=Row(
+        "bf16 bf16 ++sglang.torchao_config=fp8wo",
+        "bf16 with fp8wo weights beside the actor's bf16",
+        because="the rollout has weights and activations in not known here",
+    ),
     # As AReaL's Megatron engine does, which ``test_engine.py`` shows.
     adam_bf16=Row(f"fp16 - {LOW}", "bf16, as the actor", follow=""),
     adam=Row(f"fp16 fp16 {LOW}", "bf16, as the actor", follow="sglang.dtype: float16 -> bfloat16"),

@@ -171,6 +171,26 @@ def test_a_quantised_checkpoint_is_said(on: On, job: Job) -> None:
     assert because.startswith(f"{job.model}/config.json")
 
 
+def test_fp8_of_the_trainer(on: On, job: Job) -> None:
+    on()
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    job.drive(**fp8)
+    chosen, because = decided()["rollout"]
+    assert chosen.startswith("bf16 beside the actor's bf16 with weights in fp8 e4m3 (blocks of 128")
+    assert "--fp8-format=e4m3, --fp8-recipe=blockwise" in because
+    job.drive("--sglang-quantization", "fp8", **fp8)  # its kernels choose per tensor or channel
+    chosen, because = decided()["rollout"]
+    assert chosen == "fp8 beside the actor's, quantized perhaps differently"
+    assert "may differ: weights: actor fp8 e4m3 (blocks of 128x128), rollout fp8 e4m3" in because
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (job.model / "config.json").write_text(json.dumps({"quantization_config": section}))
+    job.drive(**fp8)
+    assert decided()["rollout"][0].endswith("(blocks of 1x128), as the actor")
+    if job.name == "miles":  # which does not hand this flag on to Bridge
+        job.drive(fp4="e2m1", megatron_to_hf_mode="bridge")
+        assert "the actor has none" in decided()["rollout"][1]
+
+
 def test_follow_writes_the_key_once(on: On, job: Job) -> None:
     on(rollout="follow")
     args = job.drive("--sglang-dtype", "half")

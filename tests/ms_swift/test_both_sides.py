@@ -43,6 +43,7 @@ class Swift(both.Sides):
         del written["external_plugins"], written["callbacks"]
         args = SimpleNamespace(torch_dtype=getattr(torch, both.DTYPES[trainer]))
         args.fp16, args.bf16 = "fp16" in (trainer, *more), trainer == "bf16"
+        vars(args).update(word.split("=") for word in more if "=" in word)
         return written, args
 
     def run(self, job: Any) -> Any:
@@ -98,6 +99,20 @@ def over(dtype: str) -> dict[str, Any]:
     follow=both.Row("fp16 -", AGREED, follow="rollout.dtype: not set -> float16"),
     over=both.Row("fp16 -", AGREED, follow=f"{KEY}: bfloat16 -> float16", model=over("BF16")),
     over_the_key=both.Row("fp16 bf16", AGREED, model=over("FP16")),
+    fp8=both.Row(
+        "bf16 bf16 fp8=hybrid fp8_recipe=delayed",
+        "bf16 beside the model's bf16 with weights and activations in fp8 e4m3 (delayed per "
+        "tensor), gradients in fp8 e5m2 (delayed per tensor)",
+        because="fp8_format=hybrid, fp8_recipe=delayed",
+    ),
+    fp8_in_both=both.Row(
+        "bf16 bf16 fp8=e4m3 fp8_recipe=blockwise",
+        "weights in fp8 e4m3 (blocks of 128x128), activations in fp8 e4m3 (blocks of 1x128), as "
+        "the model",
+        handed="bfloat16",
+        because="rollout.vllm_engine_kwargs.quantization=fp8_per_block",
+        model={"vllm_engine_kwargs": {"quantization": "fp8_per_block"}},
+    ),
     # ms-swift computes in fp16, unless the user forbids it.
     a_trainer_in_fp32=both.Row("fp32 bf16 fp16", LOST, TOLD),
 )

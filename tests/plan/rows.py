@@ -303,6 +303,9 @@ def _nemo_rls() -> Iterator[object]:
     line = (*on_megatron, f"++{rollout}.precision=bfloat16", "++policy.generation.backend=vllm")
     told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
     yield row("nemo_rl", line, f"++policy.megatron_cfg.{words[0]}", notes=[(told,)])
+    key = "policy.dtensor_cfg.automodel_kwargs.backend.te_fp8"  # which Automodel's recipes read
+    told = {key: ("no-effect policy: ", "nothing reads this key")}
+    yield row("nemo_rl", DTENSOR, f"++{key}.recipe=block", problems=told)
     # Where such a key says what is in force, and where no model has it.
     words = [
         f"policy.{one}_dtype=float32" for one in ("dtensor_cfg.fsdp_output", "optimizer.exp_avg")

@@ -119,3 +119,29 @@ def test_a_dtype_that_is_not_known_here_is_not_compared(shim: Any, dtype: Any) -
     job["actor_train"]["strategy_args"]["strategy_config"]["param_dtype"] = dtype
     found = sides.start(job)
     assert (found.told, found.chosen) == ([], {})
+
+
+BLOCKS = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+TRAINED = "weights in fp8 e4m3 (blocks of 128x128), activations{} in fp8 e4m3 (blocks of 1x128)"
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, f"bf16 beside the actor's bf16 with {TRAINED.format(' and gradients')}"),
+        ({"quantization": "fp8", "hf_overrides": BLOCKS}, f"{TRAINED.format('')}, as the actor"),
+        ({"quantization": "fp8"}, "fp8 beside the actor's, quantized differently"),
+    ],
+)
+def test_quantized_layers(shim: Any, options: dict[str, Any], chosen: str) -> None:
+    shim(frameworks="roll")
+    sides = Roll()
+    job = sides.job("bf16", "bf16", "bf16")
+    given = {"fp8": "e4m3", "additional_configs": {"fp8_recipe": "blockwise"}}
+    job["actor_train"]["strategy_args"]["strategy_config"] |= given
+    job["actor_infer"]["strategy_args"]["strategy_config"] = options
+    found = sides.start(job)
+    place = "actor_train.strategy_args.strategy_config"
+    assert found.chosen["rollout"] == chosen
+    assert all(f"{place}.fp8=e4m3, {place}.fp8_recipe=blockwise" in note for note in found.notes)
+    assert "with weights" in found.chosen["ref"]  # which computes in bf16

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,100 @@ def test_a_value_that_is_assigned_after_the_command_line_follows(shim: Any) -> N
     config.generator.model_dtype = "BF16"
     control(config)
     assert config.generator.model_dtype == "float16"
+
+
+# -- quantized layers --------------------------------------------------------------------------
+
+QUANTIZED = """
+from dataclasses import dataclass, fields
+from types import SimpleNamespace as Namespace
+from torchtitan.components.quantization import float8
+from torchtitan.experiments.rl.examples.alphabet_sort import config_registry
+from torchtitan.models.common.linear import Linear
+
+class Float8Linear(Linear):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        _torchao_config: object = None
+
+float8.Float8Linear = Float8Linear
+
+def converted(granularity):
+    config = config_registry.rl_grpo_qwen3_0_6b_varlen()
+    cast = Namespace(scaling_granularity=Namespace(value=granularity))
+    converter = object.__new__(float8.Float8LinearConverter)
+    converter.torchao_config, converter.enabled = Namespace(cast_config_weight=cast), True
+    converter.filter_fn = lambda config, name: "lm_head" not in name
+    converter.convert(config.model_spec.model)
+    return config
+
+def rowwise():
+    return converted("axiswise")
+
+def tensorwise():  # torchtitan's emulation has torchao's default, whatever the recipe is
+    return converted("tensorwise")
+"""
+"""torchtitan's own conversion; its class derives from one of torchao's, which is not installed."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rowwise", "weights in fp8 e4m3 (per channel), activations in fp8 e4m3 (per token)"),
+        ("tensorwise", "weights and activations in fp8 e4m3 (per tensor)"),
+    ],
+)
+def test_a_converted_model_has_one_format_on_both_sides(
+    shim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    (tmp_path / "quantized_jobs.py").write_text(QUANTIZED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    recipe = ("--module", "quantized_jobs", "--config", name)
+    _, notes = both.of_plan(line(*QUIET, recipe=recipe))
+    shim()
+    control(parse(recipe=recipe))
+    (made,) = (one for one in precision_shim.status().decisions if one.subject == "rollout")
+    assert made.chosen == f"{text}; not in lm_head, as the policy"
+    assert "model_spec: Float8Linear" in made.because
+    assert notes == [f"rollout: rollout-agreement: {made.chosen} ({made.because})"]
+
+
+def test_the_formats_of_quantized_modules() -> None:
+    from torchtitan.components.quantization import float8, mx
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.qwen3 import model_registry
+
+    from precision_shim_adapters.torchtitan.config import format_of
+
+    def read(kind: Any, name: str, only: int | None = None) -> str:
+        spec = model_registry("debugmodel_moe")
+        base = GroupedExperts if kind is not Linear else Linear
+        made = kind
+        if kind is Linear:
+            config = dataclass(kw_only=True, slots=True)(type("Config", (Linear.Config,), {}))
+            made = type(name, (Linear,), {"Config": config})
+        for _, node, parent, key in [*spec.model.traverse(base.Config)][:only]:
+            kept = {one.name: getattr(node, one.name) for one in fields(node)}
+            setattr(parent, key, made.Config(**kept))
+        found = format_of(spec)
+        assert found is not None
+        assert found.key == f"model_spec: {name}"
+        return str(found)
+
+    assert format_of(model_registry("debugmodel_moe")) is None
+    assert format_of(None) is None
+    experts = float8._get_float8_grouped_experts_cls(GroupedExperts)
+    assert read(experts, "Float8GroupedExperts").startswith("weights in fp8 e4m3 (per channel)")
+    experts = mx._get_mxfp8_grouped_experts_cls(GroupedExperts)
+    said = read(experts, "MXFP8GroupedExperts")
+    assert said.startswith("weights and activations in fp8 e4m3 (mx, 1x32); not in ")
+    assert "lm_head" in said
+    said = read(Linear, "NVFP4Linear")
+    assert said.startswith("weights in fp4 e2m1 (nvfp4, 16x16), activations in fp4 e2m1 (nvfp4, 1x")
+    assert "some layers" not in said
+    assert read(Linear, "NVFP4Linear", 4).endswith(", some layers")
 
 
 # -- names -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from precision_shim.precision.formats import (
 
 _ONLINE = {
     "fp8_per_block": (BLOCKS, ROWS),
-    "fp8_per_tensor": (TENSOR, TENSOR),
+    "fp8_per_tensor": (TENSOR, UNKNOWN),  # dynamic activations: per token or tensor, by kernels
     "fp8_per_channel": (CHANNEL, TOKEN),
     "mxfp8": (MX, MX),
 }
@@ -57,13 +57,15 @@ def key_of(place: str, name: str) -> str:
     return f"{place}-{name.replace('_', '-')}" if place.startswith("--") else f"{place}.{name}"
 
 
-def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engine:
+def with_rounded(
+    engine: Engine, options: Mapping[str, Any], place: str, backend: str = "vllm"
+) -> Engine:
     """Add to an engine what its ``options``, at the key ``place``, keep in fewer bits.
 
     An engine with fp8 weights gets the dtype ``FP8``, and each with quantized layers its format.
     """
     if engine.format is None:  # a checkpoint's own section says more
-        engine = replace(engine, format=read_format(options, place))
+        engine = replace(engine, format=read_format(options, place, backend))
     found = [engine.rounded] if engine.rounded[0] else []
     in_fp8: dict[str, Any] = {}
     kinds = {"quantization": "weights", "torchao_config": "weights", "kv_cache_dtype": "KV cache"}
@@ -84,7 +86,7 @@ def with_rounded(engine: Engine, options: Mapping[str, Any], place: str) -> Engi
     return replace(engine, rounded=(" and ".join(whats), ", ".join(keys)))
 
 
-def read_format(options: Mapping[str, Any], place: str) -> Format | None:
+def read_format(options: Mapping[str, Any], place: str, backend: str = "vllm") -> Format | None:
     """What an engine's options, at the key ``place``, say of its quantized layers; else ``None``.
 
     vLLM's ``quantization_config`` and ``hf_overrides.quantization_config`` win over its
@@ -104,16 +106,16 @@ def read_format(options: Mapping[str, Any], place: str) -> Format | None:
             return Format(_online(str(inner)), left_out, f"{key}={inner}")
     for name in ("quantization", "torchao_config"):
         if (value := options.get(name)) not in (None, "", AUTO):
-            return Format(_online(str(value)), (), f"{key_of(place, name)}={value}")
+            return Format(_online(str(value), backend), (), f"{key_of(place, name)}={value}")
     return None
 
 
-def _online(name: str) -> dict[str, Quantized]:
+def _online(name: str, backend: str = "vllm") -> dict[str, Quantized]:
     found = _ONLINE.get(name.removesuffix("_static").removesuffix("_dynamic"))
     if found is not None:
         return in_e4m3(*found)
-    if name == FP8:
-        return in_e4m3(TENSOR, UNKNOWN)
+    if name == FP8:  # SGLang's weights are per channel or per tensor, by its kernels
+        return in_e4m3(TENSOR if backend == "vllm" else UNKNOWN, UNKNOWN)
     return parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import ALIASES, name_of, parse_dtype
-from precision_shim.adapting.rollouts import AUTO, Engine
+from precision_shim.adapting.rollouts import AUTO, BLOCKS, ROWS, Engine, Format, in_e4m3
 
 from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
-from ..agreement.names import engine_name, write_key
+from ..agreement.names import engine_name, with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
+from ..megatron.policy.formats import read_format
 
 GROUP = "rollout"
 _BF16_ADAM = "adam_bf16"
@@ -33,12 +34,13 @@ def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
     """
     from omegaconf import OmegaConf
 
-    def engine(subject: str, key: str) -> Engine | None:
+    def engine(subject: str, section: str) -> Engine | None:
+        key = f"{section}.dtype"
         value = OmegaConf.select(config, key)
-        dtype = parse_dtype(str(value))
-        return None if dtype is None else Engine(subject, name_of(dtype), key, value)
+        dtype, own = parse_dtype(str(value)), _format(OmegaConf.select(config, section), section)
+        return None if dtype is None else Engine(subject, name_of(dtype), key, value, format=own)
 
-    trainer = engine("actor", "actor.dtype")
+    trainer = engine("actor", "actor")
     if trainer is None:
         return None
     on_megatron = str(OmegaConf.select(config, "actor.backend")).startswith("megatron")
@@ -47,8 +49,8 @@ def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
         trainer = replace(trainer, computes="bf16", because=because)
     others = []
     if (OmegaConf.select(config, "actor.kl_ctl") or 0) > 0:
-        others.append(engine("ref", "ref.dtype"))
-    others.append(engine("teacher", "teacher.train.dtype"))
+        others.append(engine("ref", "ref"))
+    others.append(engine("teacher", "teacher.train"))
     backend = str(OmegaConf.select(config, "rollout.backend"))
     others += [
         _rollout(name, config, follows=follows)
@@ -63,7 +65,24 @@ def _rollout(backend: str, config: Any, *, follows: bool) -> Engine:
     key = f"{backend}.dtype"
     value = _coerce(config[backend], key)
     engine = Engine("rollout", ALIASES.get(value, AUTO), key, value, follows=follows)
-    return resolve_by_model(engine, backend, str(config.actor.path))
+    engine = resolve_by_model(engine, backend, str(config.actor.path))
+    return with_rounded(engine, config[backend], backend, backend)
+
+
+def _format(section: Any, key: str) -> Format | None:
+    """What the quantized layers of the engine with this section, at ``key``, compute in."""
+    backend = str(section.backend).partition(":")[0] if section else ""
+    fp8 = getattr(section, backend).fp8_config if backend in ("megatron", "archon") else None
+    if fp8 is None:
+        return None
+    where = f"{key}.{backend}.fp8_config"
+    if backend == "megatron":
+        fields = {**fp8, "fp8": fp8.mode, "fp8_recipe": fp8.recipe}
+        return read_format(fields, f"{where}.{{}}", {"fp8": "mode", "fp8_recipe": "recipe"})
+    if fp8.mode != "blockwise":
+        return None
+    left_out = (*fp8.exclude_modules, *(() if fp8.include_experts else ("experts",)))
+    return Format(in_e4m3(BLOCKS, ROWS), left_out, f"{where}.mode={fp8.mode}")
 
 
 def _coerce(section: Any, key: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from precision_shim.adapting import Call, Seam, collect, in_force, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import AUTO, Engine
+from precision_shim.precision.formats import Format
 from precision_shim.precision.lm_head import SETTING, Head
 from precision_shim.precision.names import ALIASES
 
@@ -22,12 +23,17 @@ from ..agreement.lm_head import NOT_IN_FORCE, is_marked, names_head, of_rollout,
 from ..agreement.model_files import quantised, resolve_by_model
 from ..agreement.names import engine_name, with_rounded
 from ..agreement.report import FEATURE, Sides, report_sides
+from ..megatron.policy.formats import read_format
 from ..megatron.training.lm_head import compute_in_fp32
 
 GROUP = "rollout"
 HEAD = "LM head"
 _FLAGS = "--sglang"
 _FIELDS = ("dtype", "quantization", "torchao_config", "kv_cache_dtype", "enable_fp32_lm_head")
+_CALLED = {"fp8": "fp8-format", "fp4": "fp4-format"}
+_CALLED |= {field: field.replace("_", "-") for field in ("fp8_recipe", "fp4_recipe")}
+"""Maps fields of Megatron's config to the names of their flags."""
+
 _EXTERNAL = "SGLang servers that run already"
 
 Groups = list[tuple[Mapping[str, Any], str]]
@@ -38,7 +44,15 @@ def engines(name: str, args: Any, groups: Groups) -> tuple[Engine, list[Engine]]
     """Read the trainer and the rollout's groups of servers from a trainer's namespace of flags."""
     computes = "fp16" if args.fp16 else "bf16"  # as both trainers, which set bf16 without fp16
     others = [_rollout(name, args, own, place) for own, place in groups]
-    return Engine("actor", computes, f"--{computes}"), list(dict.fromkeys(others))
+    trainer = Engine("actor", computes, f"--{computes}", format=_format(args))
+    return trainer, list(dict.fromkeys(others))
+
+
+def _format(args: Any) -> Format | None:
+    given = vars(args)
+    if given.get("megatron_to_hf_mode") == "bridge":  # miles hands only these on to Bridge
+        given = {field: given.get(field) for field in ("fp8", "fp8_recipe")}
+    return read_format(given, "--{}", _CALLED)
 
 
 def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine:
@@ -55,7 +69,7 @@ def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine
     path = str(own.get("model_path", args.hf_checkpoint))
     engine = resolve_by_model(engine, "sglang", path)
     engine = with_rounded(engine, {"quantization": quantised(path)}, f"{path}/config.json")
-    return with_rounded(with_rounded(engine, flags, _FLAGS), own, place)
+    return with_rounded(with_rounded(engine, flags, _FLAGS, "sglang"), own, place, "sglang")
 
 
 def _given(args: Any) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from precision_shim.adapting.rollouts import AUTO, Engine
 
 from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
-from ..agreement.names import engine_name, write_key
+from ..agreement.names import engine_name, with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
+from ..megatron.policy.formats import read_format
 
 GROUP = "rollout"
 _EXTRA = "vllm_engine_kwargs"
@@ -35,7 +36,8 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
     if value is not None:
         value = section["dtype"] = engine_name(value, key, _where(), (AUTO,))
     engine = Engine(group, ALIASES.get(str(value), AUTO), key, value)
-    return resolve_by_model(engine, "vllm", str(config.get("model")))
+    engine = resolve_by_model(engine, "vllm", str(config.get("model")))
+    return with_rounded(engine, extra if isinstance(extra, dict) else {}, f"{group}.{_EXTRA}")
 
 
 def _trainer(args: Any) -> Engine | None:
@@ -45,7 +47,8 @@ def _trainer(args: Any) -> Engine | None:
         return None
     # ms-swift also sets fp16 for torch_dtype=float32, unless the user wrote fp16 or bf16.
     computes = "fp16" if args.fp16 else "bf16" if args.bf16 else name_of(dtype)
-    return Engine("model", computes, "torch_dtype")
+    called = {"fp8": "fp8_format", "fp4": "fp4_format"}
+    return Engine("model", computes, "torch_dtype", format=read_format(vars(args), "{}", called))
 
 
 @seam(

@@ -147,7 +147,13 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
                 others["megatron_cfg", "optimizer", key] = value
     for keys, value in others.items():
         yield _unread(name, keys, value, str(config.get("precision")) if sharded else None)
-    adapters = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
+    cfg = config.get("dtensor_cfg") or {}
+    backend = (cfg.get("automodel_kwargs") or {}).get("backend")
+    if sharded and isinstance(backend, Mapping) and backend.get("te_fp8") is not None:
+        # Only Automodel's own recipes enter TransformerEngine's autocast, not the model.
+        key = f"{name}.dtensor_cfg.automodel_kwargs.backend.te_fp8"
+        yield Written(key, backend["te_fp8"], read=False)
+    adapters = cfg.get("lora_cfg") or {}
     if sharded and adapters.get("enabled"):
         kind = adapters.get("lora_dtype")
         yield Written(f"{name}.dtensor_cfg.lora_cfg.lora_dtype", kind, "params")
@@ -291,11 +297,12 @@ def read_rollout(policy: Mapping[str, Any]) -> Engine | None:
     else:  # NeMo-RL passes SGLang no dtype
         read, because = AUTO, f"{key} is left out"
     format = _by_vllm(section, key) if read == FP8 else _by_modelopt(generation, PLACE)
-    own = Engine("rollout", ALIASES.get(read, read), key, value, because, format=format)
+    allowed = {"bf16": "bfloat16"} if backend == "dynamo" else ENGINE_NAMES
+    own = Engine("rollout", ALIASES.get(read, read), key, value, because, values=allowed)
     options = {"kv_cache_dtype": section.get("kv_cache_dtype")}
     if name == "vllm_cfg" and read != FP8:  # with fp8 NeMo-RL itself writes these vllm_kwargs
         options, at = generation.get("vllm_kwargs") or {}, f"{PLACE}.vllm_kwargs"
-    return with_rounded(own, options, at)
+    return with_rounded(replace(own, format=format), options, at)
 
 
 def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:

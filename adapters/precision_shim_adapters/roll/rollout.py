@@ -14,8 +14,9 @@ from precision_shim.adapting.rollouts import AUTO, Engine
 
 from ..agreement.lm_head import unchanged_heads
 from ..agreement.model_files import resolve_by_model
-from ..agreement.names import write_key
+from ..agreement.names import with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
+from ..megatron.policy.formats import read_format
 
 GROUP = "rollout"
 _ENGINES = ("vllm", "sglang")
@@ -41,22 +42,25 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     if worker is None or strategy is None:
         return None
     name, given = strategy.strategy_name, strategy.strategy_config or {}
-    where = f"{key}.{_KEY}"
+    where, place, format = f"{key}.{_KEY}", f"{key}.strategy_args.strategy_config", None
     written: Any = worker.model_args.dtype
     if name.startswith("fsdp2"):
-        where = f"{key}.strategy_args.strategy_config.param_dtype"
+        where = f"{place}.param_dtype"
         written = given.get("param_dtype", "bf16")
     elif name.startswith("megatron"):
         values = {"fp16": worker.training_args.fp16, "bf16": worker.training_args.bf16, **given}
         written = "fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32"
+        more = given.get("additional_configs")  # or the path of a file on the workers' machine
+        format = read_format({**(more if isinstance(more, dict) else {}), **given}, f"{place}.{{}}")
     dtype = parse_dtype(str(written))
     if dtype is None and name not in _ENGINES:  # such as null, for the checkpoint's dtype
         return None
     computes = AUTO if dtype is None else name_of(dtype)
-    engine = Engine(subject, computes, where, written, values=_NAMES)
+    engine = Engine(subject, computes, where, written, values=_NAMES, format=format)
     if name not in _ENGINES:
         return engine
-    return resolve_by_model(engine, name, str(worker.model_args.model_name_or_path))
+    engine = resolve_by_model(engine, name, str(worker.model_args.model_name_or_path))
+    return with_rounded(engine, given, place, name)
 
 
 def _write(config: Any, key: str, value: str) -> None:

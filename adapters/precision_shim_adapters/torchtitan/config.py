@@ -16,7 +16,21 @@ import torch
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import COMPUTES, REDUCES, Written, name_of, parse_dtype
-from precision_shim.adapting.rollouts import AUTO, Engine
+from precision_shim.adapting.rollouts import (
+    AUTO,
+    CHANNEL,
+    MX,
+    NVFP4,
+    NVFP4_WEIGHTS,
+    TENSOR,
+    TOKEN,
+    UNKNOWN,
+    Engine,
+    Format,
+    Quantized,
+    in_e4m3,
+    parts_of,
+)
 from precision_shim.errors import DtypeError
 
 from ..agreement.names import engine_name
@@ -30,6 +44,13 @@ SETS = {"dtype": "params", "mixed_precision_param": COMPUTES, "mixed_precision_r
 OWN_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "float32")}
 """Maps each dtype in which torchtitan trains and generates to torchtitan's only name for it."""
 
+
+_FORMATS = {
+    "Float8": in_e4m3(CHANNEL, TOKEN),
+    "MXFP8": in_e4m3(MX, MX),
+    "NVFP4": parts_of(Quantized("e2m1", NVFP4_WEIGHTS), Quantized("e2m1", NVFP4)),
+}
+"""Maps how the names of quantized modules begin to what they compute in with torchao's kernels."""
 
 _NAMES = frozenset(OWN_NAMES.values())
 BECAUSE = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
@@ -151,14 +172,44 @@ def engine_dtype_name(value: Any, also: Sequence[str]) -> Any:
     return engine_name(value, KEY, versioned(FRAMEWORK), also)
 
 
-def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
+def format_of(spec: Any) -> Format | None:
+    """What the modules that torchtitan's converters replaced in a ``ModelSpec`` compute in.
+
+    Trainer and generators build the model of one ``ModelSpec``.
+    """
+    if spec is None:
+        return None
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import GroupedExperts
+
+    kinds, kept, converted = dict[str, dict[str, Quantized]](), set[str](), set[str]()
+    for kind in (Linear, GroupedExperts):
+        for name, node, *_ in spec.model.traverse(kind.Config):
+            made = type(node)._owner.__name__
+            parts = next((_FORMATS[one] for one in _FORMATS if made.startswith(one)), None)
+            own = getattr(node, "_torchao_config", None)
+            if own is not None and own.cast_config_weight.scaling_granularity.value == "tensorwise":
+                parts = in_e4m3(TENSOR, TENSOR)
+            (kept if parts is None else converted).add(name.rpartition(".")[2])
+            kinds |= {} if parts is None else {made: parts}
+    if not kinds:
+        return None
+    first, *others = kinds.values()
+    if any(one != first for one in others):
+        first = parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
+    left_out = (*sorted(kept - converted), *(("some layers",) if kept & converted else ()))
+    return Format(first, left_out, f"model_spec: {', '.join(kinds)}")
+
+
+def engines(training: Any, model_dtype: Any, spec: Any = None) -> tuple[Engine, Engine] | None:
     """The dtypes of trainer and generator (torchtitan's name); ``None`` if either is not known."""
     computes = parse_dtype(str(training.mixed_precision_param))
     generates = parse_dtype(str(model_dtype))
     if computes is None or generates is None:
         return None
-    rollout = Engine("rollout", name_of(generates), KEY, model_dtype)
-    return Engine("policy", name_of(computes), TRAINER_KEY), rollout
+    format = format_of(spec)
+    rollout = Engine("rollout", name_of(generates), KEY, model_dtype, format=format)
+    return Engine("policy", name_of(computes), TRAINER_KEY, format=format), rollout
 
 
 @seam(

@@ -5,8 +5,13 @@ from __future__ import annotations
 from ..precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine, Wire, compare, judge_wires
 from ..precision.formats import (
     BLOCKS,
+    CHANNEL,
     MX,
+    NVFP4,
+    NVFP4_WEIGHTS,
     ROWS,
+    TENSOR,
+    TOKEN,
     UNKNOWN,
     Format,
     Quantized,
@@ -18,4 +23,5 @@ from ..precision.lm_head import SETTING, Head
 
 __all__ = ["AUTO", "ENGINE_NAMES", "FP8", "SETTING", "Engine", "Format", "Head", "Wire", "compare"]
 __all__ += ["judge_wires"]
-__all__ += ["BLOCKS", "MX", "ROWS", "UNKNOWN", "Quantized", "forward_of", "in_e4m3", "parts_of"]
+__all__ += ["BLOCKS", "CHANNEL", "MX", "NVFP4", "NVFP4_WEIGHTS", "ROWS", "TENSOR", "TOKEN"]
+__all__ += ["UNKNOWN", "Quantized", "forward_of", "in_e4m3", "parts_of"]

@@ -104,8 +104,8 @@ def differences(
 def of_section(section: Mapping[str, Any], key: str) -> Format:
     """Read the ``quantization_config`` of a checkpoint's or an engine's config.
 
-    Understood are ``fp8``, ``compressed-tensors``, ``awq`` and ``gptq``; of others, and of
-    ``modelopt``, only the method's name.
+    Understood are ``fp8``, ``mxfp8``, ``compressed-tensors``, ``awq`` and ``gptq``; of others, and
+    of ``modelopt``'s other formats, only the method's name.
     """
     method = str(section.get("quant_method") or section.get("quantization") or "")
     listed = section.get("ignore") or section.get("ignored_layers")
@@ -127,6 +127,8 @@ def _parts(section: Mapping[str, Any], method: str) -> dict[str, Quantized]:
         bits = section.get("bits", section.get("w_bit", 4))
         size = section.get("group_size", section.get("q_group_size"))
         return parts_of(Quantized(f"int{bits}", f"groups of {size}"), None)
+    if "mxfp8" in (method, str(section.get("quant_algo")).lower()):
+        return in_e4m3(MX, MX)
     groups = section.get("config_groups")
     if method == "compressed-tensors" and isinstance(groups, Mapping) and len(groups) == 1:
         (group,) = groups.values()

@@ -142,6 +142,7 @@ OF_CHECKPOINTS = {
             }
         },
     },
+    "weights and activations in fp8 e4m3 (mx, 1x32)": {"quant_method": "mxfp8"},
     "weights and activations in not known here (not known here)": {"quant_method": "modelopt"},
 }
 
@@ -168,3 +169,6 @@ def test_an_engines_options() -> None:
     flag = of_engine({"quantization": "fp8_per_block"}, "--sglang")
     assert flag is not None
     assert (flag.parts, flag.key) == (BLOCKWISE.parts, "--sglang-quantization=fp8_per_block")
+    plain = [of_engine({"quantization": "fp8"}, one, one) for one in ("vllm", "sglang")]
+    weights = [one.parts["weights"].scaling for one in plain if one is not None]
+    assert weights == [TENSOR, UNKNOWN]

@@ -28,26 +28,35 @@ _SCALINGS = {
 """Maps a recipe to what shares a scale in the weights, and in activations and gradients."""
 
 
-def read_format(fields: Mapping[str, Any], key: str = "{}") -> Format | None:
+def read_format(
+    fields: Mapping[str, Any], key: str = "{}", called: Mapping[str, str] | None = None
+) -> Format | None:
     """Read the format of a model's layers; ``None`` if they are not quantized.
 
-    ``key`` is the config's key of a field, with ``{}`` for the field.
+    Args:
+        fields: the fields of Megatron's config, of which any may be missing.
+        key: the config's key of a field, with ``{}`` for the field.
+        called: maps fields that have another name in the config's key to this name.
     """
+
+    def at(field: str) -> str:
+        return key.format((called or {}).get(field, field))
+
     kind = next((kind for kind in ("fp8", "fp4") if fields.get(kind)), "")
     custom = next(
         (one for one in ("quant_recipe", "te_precision_config_file") if fields.get(one)), ""
     )
     if not kind and not custom:
         return None
-    places = [f"{key.format(kind)}={fields[kind]}"] if kind else []
+    places = [f"{at(kind)}={fields[kind]}"] if kind else []
     if custom:
-        places.append(f"{key.format(custom)}: what it changes is {UNKNOWN}")
+        places.append(f"{at(custom)}: what it changes is {UNKNOWN}")
         names = ("weights", "activations", "gradients")
         return Format(dict.fromkeys(names, Quantized(UNKNOWN)), (), ", ".join(places))
     default = "delayed" if kind == "fp8" else "nvfp4"
     recipe = _text(fields.get(f"{kind}_recipe") or default)
     if fields.get(f"{kind}_recipe"):
-        places.append(f"{key.format(f'{kind}_recipe')}={recipe}")
+        places.append(f"{at(f'{kind}_recipe')}={recipe}")
     weights, others = _SCALINGS.get(recipe, (UNKNOWN, UNKNOWN))
     element = _text(fields[kind])
     low, back = ("e4m3", "e5m2") if element == "hybrid" else (element, element)

@@ -37,12 +37,14 @@ def coerce_generator(config: Any) -> None:
     config.model_dtype = engine_dtype_name(config.model_dtype, (AUTO,))
 
 
-def read_sides(training: Any, model_dtype: Any, heads: Sequence[Head] = ()) -> Sides:
+def read_sides(
+    training: Any, model_dtype: Any, heads: Sequence[Head] = (), spec: Any = None
+) -> Sides:
     """Both sides of an RL job, without a trainer if the dtype of one side is not known.
 
-    ``model_dtype`` is torchtitan's name of the generator's dtype.
+    ``model_dtype`` is torchtitan's name of the generator's dtype, and ``spec`` the ``ModelSpec``.
     """
-    found = engines(training, model_dtype)
+    found = engines(training, model_dtype, spec)
     trainer, others = (found[0], found[1:]) if found else (None, ())
     return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads)
 
@@ -51,7 +53,8 @@ def read_job(config: Any, settings: Settings) -> Sides:
     """Both sides of the job of a controller's config."""
     # Trainer and generators have one LM head, which ``settings`` may ask for in fp32.
     heads = lm_head.read_heads(config) if settings["head"] == "fp32" else ()
-    return read_sides(config.trainer.training, config.generator.model_dtype, heads)
+    training, model_dtype = config.trainer.training, config.generator.model_dtype
+    return read_sides(training, model_dtype, heads, config.model_spec)
 
 
 def _write(config: Any, key: str, value: object) -> None:
@@ -108,13 +111,15 @@ def build_controller(call: Call, config: Any) -> Any:
     "than Controller start trainers",
     **_HERE,
 )
-def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
+def build_policy_trainer(
+    call: Call, config: Any, generator_dtype: Any, model_spec: Any = None
+) -> None:
     """Replace the name of the sent weights' dtype; report the dtypes of trainer and generator."""
     name = generator_dtype_name(generator_dtype)
     if "generator_dtype" in call.arguments:
         call.arguments["generator_dtype"] = name
     call.proceed()
-    sides = read_sides(config.training, name)
+    sides = read_sides(config.training, name, spec=model_spec)
     if sides.trainer is not None:
         verdict = compare(sides.trainer, *sides.others)
         decide(FRAMEWORK, "rollout", FEATURE, verdict.chosen, verdict.because)

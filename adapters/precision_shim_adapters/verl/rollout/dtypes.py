@@ -116,7 +116,7 @@ def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
     prefix = "++" if "engine_kwargs" in key else ""
     computes = AUTO if dtype is None else name_of(dtype)
     engine = Engine(subject, computes, key, asked, prefix=prefix)
-    engine = with_rounded(engine, inner, over)
+    engine = with_rounded(engine, inner, over, str(section.get("name")))
     if inner.get("quantization"):
         return engine
     qat, key = qat_format(section.get("qat"), f"{place}.qat"), f"{place}.quantization"
