@@ -45,6 +45,10 @@ class Swift(both.Sides):
         args.fp16, args.bf16 = "fp16" in (trainer, *more), trainer == "bf16"
         return written, args
 
+    def served_in_fp32(self) -> Any:
+        given = {"hf_overrides": {"head_dtype": "float32"}}
+        return self.job("bf16", "bf16", vllm_engine_kwargs=given)
+
     def run(self, job: Any) -> Any:
         from swift.ray.megatron.pipeline import MegatronRayPipeline
 
