@@ -5,6 +5,7 @@ The configs go through AReaL's own command line and merge, up to the command tha
 
 from __future__ import annotations
 
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,35 @@ class Areal(Sides):
 
     def __init__(self, folder: Path, backend: str = "sglang") -> None:
         self.file, self.backend, self.key = folder / "job.yaml", backend, f"{backend}.dtype"
+        self.config: Any = None
         self.file.write_text("\n".join(YAML.replace("sglang: {", "#").splitlines()))
 
     def job(self, trainer: str, rollout: str, *more: str) -> list[str]:
         words = [f"actor.dtype={DTYPES[trainer]}", f"rollout.backend={self.backend}:d4p1t1", *more]
         return [*words, f"++{self.key}={rollout}"] if rollout else words
 
+    def served_in_fp32(self) -> list[str]:
+        """AReaL 1.0.4's sections have no key for the LM head; a script's own sections may."""
+        from areal.api.cli_args import GRPOConfig, SGLangConfig, vLLMConfig
+
+        option: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}}
+        kind: Any = vLLMConfig
+        if self.backend == "sglang":
+            option, kind = {"enable_fp32_lm_head": True}, SGLangConfig
+        ((name, value),) = option.items()
+        made = [(name, Any, field(default_factory=lambda: value))]
+        section = make_dataclass(f"My{kind.__name__}", made, bases=(kind,))
+        one = (self.backend, section, field(default_factory=section))
+        self.config = make_dataclass("MyConfig", [one], bases=(GRPOConfig,))
+        return self.job("bf16", "bf16")
+
     def run(self, job: list[str]) -> Any:
         from areal.api.cli_args import GRPOConfig, parse_cli_args, to_structured_cfg
         from omegaconf import OmegaConf
 
         written, _ = parse_cli_args(["--config", str(self.file), *job])
-        return OmegaConf.to_object(to_structured_cfg(written, config_cls=GRPOConfig))
+        config, self.config = self.config or GRPOConfig, None
+        return OmegaConf.to_object(to_structured_cfg(written, config_cls=config))
 
     def handed(self, made: Any) -> str:
         """The dtype in the command that starts the rollout's server."""

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 
 from ..processes.commands import command
+from ..stand_ins.planted_engines import plant
 from .shim_warnings import watched
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -82,6 +84,10 @@ class Sides:
 
     def handed(self, made: Any) -> str:
         """The dtype with which the driver starts the rollout's engine."""
+        raise NotImplementedError
+
+    def served_in_fp32(self) -> Any:
+        """A job whose rollout alone computes its LM head in fp32, for ``NoHead``."""
         raise NotImplementedError
 
     def line(self, job: Any) -> Sequence[str]:
@@ -277,6 +283,22 @@ class Rows:
 
 class NoHead:
     """A framework whose LM heads the shim does not change refuses PRECISION_SHIM_HEAD=fp32."""
+
+    def test_an_lm_head_in_fp32_in_the_rollout_alone_is_said(
+        self, shim: Any, sides: Sides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shim(frameworks=sides.framework, strict=True, export=False)
+        assert "LM head" not in sides.start(sides.job("bf16", "bf16")).chosen
+        found = sides.start(sides.served_in_fp32())
+        (doubted,) = [one for one in found.notes if one.startswith("LM head: ")]
+        assert ", so whether " in doubted  # no engine is installed here
+        precision_shim.uninstall()
+        plant(tmp_path / "engines", monkeypatch)
+        shim(frameworks=sides.framework, strict=True, export=False)
+        found = sides.start(sides.served_in_fp32())
+        assert found.chosen["LM head"] == f"fp32 in rollout, the model's dtype in {sides.model}"
+        (said,) = [one for one in found.notes if one.startswith("LM head: ")]
+        assert re.search(r"\((\w+\.)+(head_dtype|enable_fp32_lm_head); \w+: the shim does", said)
 
     def test_an_lm_head_in_fp32_is_refused(
         self, shim: Any, monkeypatch: pytest.MonkeyPatch, sides: Sides

@@ -46,6 +46,10 @@ class Swift(both.Sides):
         vars(args).update(word.split("=") for word in more if "=" in word)
         return written, args
 
+    def served_in_fp32(self) -> Any:
+        given = {"hf_overrides": {"head_dtype": "float32"}}
+        return self.job("bf16", "bf16", vllm_engine_kwargs=given)
+
     def run(self, job: Any) -> Any:
         from swift.ray.megatron.pipeline import MegatronRayPipeline
 

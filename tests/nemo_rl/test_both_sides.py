@@ -21,11 +21,14 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
+from precision_shim_adapters.nemo_rl import rollout
+from precision_shim_adapters.nemo_rl.config import is_read
 
 from ..every_framework import both_sides as both
 from ..pages.page_jobs import of
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
+from ..stand_ins.planted_engines import plant
 from . import setting_up
 from .support import NEMO_RL
 from .test_pages import loaded
@@ -33,6 +36,7 @@ from .test_pages import loaded
 GRPO = "examples/configs/grpo_math_1B.yaml"
 SGLANG = "examples/configs/grpo_math_1B_sglang.yaml"
 KEY = "policy.generation.vllm_cfg.precision"
+HEAD = "++policy.generation.vllm_kwargs={hf_overrides: {head_dtype: float32}}"
 needs_sglang = pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL has SGLang from 0.6 on")
 needs_ppo = pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="NeMo-RL has PPO from 0.7 on")
 
@@ -87,6 +91,9 @@ class Nemo(both.Sides):
             written += (f"policy.model_name={path}",)
         return (f"policy.precision={both.DTYPES[trainer]}", *written, *more)
 
+    def served_in_fp32(self) -> tuple[str, ...]:
+        return self.job("bf16", "bf16", HEAD)
+
     def read(self, *words: str, path: str = GRPO) -> Any:
         return read(self.checkout, path, *words)
 
@@ -119,6 +126,41 @@ def sides(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ne
 
 class TestBothSides(both.BothSides, both.Names, both.Planned, both.NoHead):
     pass
+
+
+MOE = "policy.dtensor_cfg.moe_parallelizer"
+OWN = f"++{MOE}={{lm_head_precision: float32, wrap_outer_model: false}}"
+EXPERTS = ("policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.expert_parallel_size=2")
+
+
+@pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL reads it from 0.6 on")
+def test_automodels_own_lm_head(
+    shim: Any, sides: Nemo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path / "engines", monkeypatch)
+    job = sides.job("bf16", "bf16", OWN, *EXPERTS)
+    shim(strict=True, export=False)
+    assert sides.start(job).chosen["LM head"] == "fp32 in policy, the model's dtype in rollout"
+    precision_shim.uninstall()
+    shim(strict=True, export=False, settings={"head": "fp32"})
+    found = sides.start(job)
+    assert found.chosen["LM head"] == "fp32 in trainer and rollout"
+    assert found.made["vllm_kwargs"]["hf_overrides"] == {"head_dtype": "float32"}
+    for words in ([OWN, EXPERTS[0]], [OWN.replace(", wrap_outer_model: false", ""), *EXPERTS]):
+        with pytest.raises(UnsupportedPrecisionError, match=f"{MOE}.lm_head_precision=float32"):
+            sides.run(sides.job("bf16", "bf16", *words))
+
+
+def test_a_key_that_this_nemo_rl_does_not_read(sides: Nemo) -> None:
+    config = {"megatron_cfg": {"enabled": True, "fp32_lm_head": "tf32"}}
+    for read in (False, True):  # NeMo-RL's main reads it
+        sides.monkeypatch.setattr(rollout, "is_read", lambda *_, read=read: read)
+        head = rollout._own_head(config)
+        assert head is not None
+        key = "policy.megatron_cfg.fp32_lm_head=tf32"
+        assert (head.key, head.in_fp32, head.refusal) == (key, read, "")
+    assert not is_read("megatron", "fp32_lm_head")
+    assert is_read("megatron", "moe_router_dtype")
 
 
 @pytest.mark.slow

@@ -87,3 +87,37 @@ def test_auxiliary_losses_of_experts_have_a_scale_of_their_own() -> None:
             (3.0 * holder.apply(output, loss)).backward()
         assert loss.grad is not None
         assert float(loss.grad) == gradient
+
+
+class Layered(torch.nn.Module):
+    """As much of a model as Automodel's parallelizer of experts needs: layers and an LM head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        block = torch.nn.Module()
+        block.mlp = torch.nn.Identity()
+        self.model.layers = torch.nn.ModuleDict({"0": block})
+        self.lm_head = torch.nn.Linear(8, 16, bias=False)
+        self.found: list[torch.dtype] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(hidden)
+        self.found.append(logits.dtype)
+        return logits
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_automodels_lm_head_in_fp32(outer: bool) -> None:
+    """The shim says that the outer model rounds the logits of an LM head in fp32."""
+    module = pytest.importorskip("nemo_automodel.components.moe.parallelizer")
+    if "lm_head_precision" not in inspect.signature(module.apply_fsdp).parameters:
+        pytest.skip("this Automodel has no lm_head_precision")
+    with megatron_on_cpu(), model_parallel():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = Layered()
+        options = {"lm_head_precision": "float32", "wrap_outer_model": outer}
+        module.apply_fsdp(model, mesh, False, False, **options)
+        logits = model(torch.randn(2, 8))
+    assert model.found == [torch.float32]
+    assert logits.dtype is (torch.bfloat16 if outer else torch.float32)

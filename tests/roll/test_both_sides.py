@@ -38,6 +38,12 @@ class Roll(Sides):
             }
         return found
 
+    def served_in_fp32(self) -> dict[str, Any]:
+        found = self.job("bf16", "bf16")
+        given = {"hf_overrides": {"head_dtype": "float32"}}
+        found["actor_infer"]["strategy_args"] = {"strategy_name": "vllm", "strategy_config": given}
+        return found
+
     def run(self, job: dict[str, Any]) -> Any:
         from roll.pipeline import base_pipeline
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,9 @@ from ..every_framework.checkpoint_doctor import FP16 as FP16_JOB
 from ..every_framework.checkpoint_doctor import ask, verdict
 from ..every_framework.shim_warnings import ours
 from ..every_framework.walks import walking
+from ..processes.commands import command
 from ..processes.kill_points import beside_another_job, kill_points
+from ..stand_ins.tiny_models import VOCABULARY
 from .conftest import SKYRL
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
@@ -405,3 +409,43 @@ def test_the_reference_model(make: Any, shim: Any, own: bool, expected: torch.dt
     worker.forward(batch(0))
     assert found == {expected}
     assert not [d for d in precision_shim.status().decisions if d.feature == "fp16-scaling"]
+
+
+def test_a_model_with_parameters_in_fp32_is_refused_as_the_plan_says(
+    cpu: None, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of Ernie 4.5, transformers loads the routers in fp32 into a bf16 model."""
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    shutil.copytree(checkpoints["bfloat16"], tmp_path / "model")
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 16)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    config = Ernie4_5_MoeConfig(
+        vocab_size=VOCABULARY,
+        **sizes,
+        **heads,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+    )
+    Ernie4_5_MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    worker = fsdp_worker("ref", tmp_path / "model", None)
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        worker.forward(batch(0))
+    line = ["python", "-m", "skyrl.train.entrypoints.main_base", "trainer.strategy=fsdp"]
+    line += [f"trainer.{role}.model.path={tmp_path}/model" for role in ("policy", "ref")]
+    found = [planned(*line, *more) for more in ([], ["trainer.bf16=false"])]
+    assert [len(problems) for problems in found] == [1, 0]
+    (problem,) = found[0]
+    assert (problem["code"], problem["subject"]) == ("mixed-dtypes", "ref")
+    assert "transformers keeps its gate.weight" in problem["message"]
+    assert problem["remedy"] == "Write trainer.bf16=false."
+    fsdp_worker("ref", tmp_path / "model", None, "trainer.bf16=false").forward(batch(0))
+
+
+def planned(*line: str) -> list[dict[str, Any]]:
+    """The problems that the plan finds in a job, whose model is on this machine."""
+    ended = command("plan", "--json", "--", *line)
+    assert ended.code in (0, 1), ended.err
+    problems: list[dict[str, Any]] = json.loads(ended.out)["problems"]
+    return problems

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine, judge_gates
 from precision_shim.precision.names import ALIASES
-from precision_shim_adapters.agreement.engines import chosen_by, refusal_of_fp16
+from precision_shim_adapters.agreement.engines import chosen_by, gate_dtype, refusal_of_fp16
 from precision_shim_adapters.agreement.lm_head import FIELD, of_rollout
-from precision_shim_adapters.agreement.model_files import resolve_by_model
+from precision_shim_adapters.agreement.model_files import gates_of, resolve_by_model
 from precision_shim_adapters.agreement.names import engine_name
 
 CONFIG = Callable[..., Any]
@@ -83,3 +83,55 @@ def test_the_shim_reads_which_models_vllm_refuses_in_fp16(both_sides: Any, kind:
     found = refusal_of_fp16("vllm", kind)
     assert bool(found) is bool(reason)
     assert reason in found
+
+
+QWEN, DEEPSEEK = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "dtype"),
+    [
+        (QWEN, {}, "model"),
+        ("OlmoeForCausalLM", {}, "model"),
+        ("GptOssForCausalLM", {}, "model"),
+        ("Glm4MoeForCausalLM", {}, "fp32"),
+        ("MiniMaxM2ForCausalLM", {}, "fp32"),
+        ("NemotronHForCausalLM", {}, "fp32"),
+        (DEEPSEEK, {}, "model"),
+        (DEEPSEEK, {"moe_router_dtype": "float32"}, "fp32"),
+        ("MixtralForCausalLM", {}, ""),  # its dtype is an argument
+        ("BailingMoeForCausalLM", {}, ""),  # it has a class of its own for the router
+        ("Qwen3ForCausalLM", {}, ""),
+        ("Absent", {}, ""),
+    ],
+)
+def test_the_routers_dtype_is_read_from_the_models_code(
+    kind: str, more: dict[str, Any], dtype: str
+) -> None:
+    assert gate_dtype("vllm", {"architectures": [kind], **more}) == dtype
+    assert gate_dtype("sglang", {"architectures": [kind], **more}) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "chosen"),
+    [
+        (QWEN, "fp32", "bf16 beside the actor's fp32"),
+        (QWEN, None, "bf16, as the actor"),
+        (QWEN, "", "bf16 beside the actor's not known here"),
+        (DEEPSEEK, "fp32", "bf16 beside the actor's fp32"),
+        ("Glm4MoeForCausalLM", "fp32", "fp32, as the actor"),
+        ("MixtralForCausalLM", "fp32", "not known here beside the actor's fp32"),
+    ],
+)
+def test_both_sides_routers(tmp_path: Path, kind: str, written: str | None, chosen: str) -> None:
+    trainer, rollout = (Engine(name, "bf16", "key") for name in ("actor", "rollout"))
+    config = {"architectures": [kind], "model_type": "moe", "num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = (trainer, rollout, "vllm", str(tmp_path))
+    found = judge_gates("toyfw", gates_of(*given, written=written, key="router_key"))
+    (made,) = found.decisions
+    assert (made.subject, made.chosen) == ("router", chosen)
+    assert made.because.startswith("router_key")
+    assert ("a token may go to other experts" in made.because) is ("as the" not in chosen)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 0}))
+    assert gates_of(*given, written=written, key="router_key") == ()

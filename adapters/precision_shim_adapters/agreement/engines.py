@@ -89,6 +89,48 @@ def refusal_of_fp16(backend: str, model_type: str) -> str:
     return ""
 
 
+def gate_dtype(backend: str, config: Mapping[str, Any]) -> str:
+    """Canonical name of the dtype of a router's logits in vLLM's code for a model.
+
+    ``"model"`` stands for the model's own dtype; empty if the installed source does not tell.
+    """
+    try:
+        (kind,), models = config["architectures"], f"{backend}.model_executor.models"
+        tables = [one for one in _parts(f"{models}.registry") if isinstance(one, ast.Dict)]
+        rows = (row for table in tables for row in zip(table.keys, table.values, strict=True))
+        file = next(ast.literal_eval(value)[0] for key, value in rows if _text(key) == repr(kind))
+        parts = _parts(f"{models}.{file}")
+        made = [(_text(one.targets[0]), one.value) for one in parts if isinstance(one, ast.Assign)]
+        gates = [value for name, value in made if name in ("self.gate", "self.router")]
+        (found,) = {_of_gate(one, dict(made), f"{models}.{file}", config) for one in gates}
+        return found
+    except Exception:  # another release's source may have anything
+        return ""
+
+
+def _of_gate(call: Any, made: Mapping[str, ast.expr], module: str, config: Any) -> str:
+    if _text(call.func) not in ("ReplicatedLinear", "GateLinear", "nn.Linear"):
+        raise ValueError
+    found = set()
+    for value in [one.value for one in call.keywords if one.arg.endswith("dtype")]:
+        value = made.get(_text(value), value)  # noqa: PLW2901
+        if isinstance(value, ast.Call):  # a function of the module, which asks the model's config
+            found.add(_run(module, _text(value.func), _Config(**config)))
+        else:
+            found.add(DTYPES[_text(value).removeprefix("torch.")])
+    (one,) = found or {None}
+    return name_of(one) if one else "model"
+
+
+def _parts(module: str) -> list[ast.AST]:
+    statements = [one for one in _bound(module).values() if isinstance(one, ast.stmt)]
+    return [part for one in statements for part in ast.walk(one)]
+
+
+def _text(node: ast.AST | None) -> str:
+    return ast.unparse(node) if node else ""
+
+
 def not_known(backend: str) -> str:
     """Why the installed engine's choice is not known here."""
     if version_of(backend, (backend,)) is None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.lm_head import HEAD_MARK, SETTING, Head
 
 from .names import key_of
@@ -24,6 +25,8 @@ FIELD = "head_dtype"
 """vLLM's name for the LM head's dtype in a model's HF config."""
 
 NOT_IN_FORCE = "the shim's seams on its model are not in force; precision-shim doctor says why"
+
+_MEGATRONS_MODEL = "megatron.core.models.gpt.gpt_model:GPTModel.__init__"
 
 IsInForce = Callable[[str, str], bool]
 """Function that returns whether a feature, with a group of seams, is in force in the workers."""
@@ -100,10 +103,49 @@ def of_trainer(subject: str, overrides: object, place: str, refusal: str = "") -
     return Head(subject, key, in_fp32)
 
 
-def unchanged_heads(subject: str, framework: str) -> list[Head]:
-    """Describe the LM head of a trained model of a framework whose LM heads the shim leaves."""
+def unchanged_heads(
+    subject: str, framework: str, rollout: Iterable[Head] = (), own: Head | None = None
+) -> list[Head]:
+    """Describe the LM heads of a job of a framework whose trained LM head the shim leaves.
+
+    ``rollout`` are the engines' LM heads, and ``own`` is the trained model's if the framework has a
+    key for it.
+    """
+    if own is not None and own.in_fp32:
+        return [own, *rollout]
     refusal = f"the shim does not change the LM heads of {framework}"
-    return [Head(subject, SETTING, refusal=refusal)]
+    head = own if own is not None and own.refusal else Head(subject, SETTING, refusal=refusal)
+    return [head, *(one for one in rollout if one.in_fp32)]
+
+
+def of_automodel(
+    subject: str, options: Mapping[str, Any], place: str, experts: object
+) -> Head | None:
+    """Describe an LM head to which Automodel gives a dtype; ``None`` if the user wrote no fp32.
+
+    ``options`` go to Automodel's parallelizer of experts, which only runs if ``experts``, the size
+    of the groups of expert parallelism, is above 1.
+    """
+    written, key = options.get("lm_head_precision"), f"{place}.lm_head_precision"
+    if not _is_float32(written):
+        return None
+    if int(str(experts or 1)) < 2:
+        refusal = f"{key}={written} takes effect with expert parallelism only"
+        return Head(subject, key, refusal=refusal)
+    if options.get("wrap_outer_model", True):
+        refusal = f"{key}={written}: Automodel then rounds the logits to the model's dtype"
+        return Head(subject, key, refusal=refusal, remedy=f"Write {place}.wrap_outer_model=False")
+    return Head(subject, key, in_fp32=True)
+
+
+def by_megatron(subject: str, fields: Mapping[str, Any], key: str) -> Head | None:
+    """Describe an LM head whose logits Megatron itself makes fp32; ``None`` if it does not.
+
+    ``key`` is the config's key of the field ``logit_dtype``, which the newest Megatron has.
+    """
+    asked = _is_float32(ENGINE_NAMES.get(str(fields.get("logit_dtype")), fields.get("logit_dtype")))
+    has = asked and "logit_dtype" in look(_MEGATRONS_MODEL).parameters
+    return Head(subject, key, in_fp32=True) if has else None
 
 
 def names_head(*targets: str | Iterable[str] | None) -> bool:

@@ -12,12 +12,13 @@ from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
 from precision_shim.files.models import directory_of
 from precision_shim.files.safetensors import read_header
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine, Gate
 from precision_shim.precision.formats import of_section
 from precision_shim.precision.names import ALIASES
 
-from .engines import chosen_by, not_known, refusal_of_fp16
+from .engines import chosen_by, gate_dtype, not_known, refusal_of_fp16
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 """Maps a dtype's name in a safetensors file to its canonical name."""
 
@@ -78,6 +79,30 @@ def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
     if {found} != {*named.values()}:
         because += f", of which {versioned(backend)} makes {found}"
     return replace(engine, computes=found, because=because)
+
+
+def gates_of(
+    trainer: Engine | None, rollout: Engine, backend: str, path: str, *, written: Any, key: str
+) -> tuple[Gate, ...]:
+    """Describe the routers of a model on Megatron; none if its files here show no experts.
+
+    ``written`` is the user's ``moe_router_dtype`` at ``key``, empty if it is not set.
+    """
+    config = _config(path)
+    inner = config.get("text_config") or config
+    if trainer is None or not any(inner.get(name) for name in _EXPERTS):
+        return ()
+    mine = Gate(trainer.subject, str(written or trainer.computes), f"{key}={written}")
+    if written == "":
+        because = f"{key} is not set, and the code that converts the model may set it"
+        mine = Gate(trainer.subject, "", because)
+    found = gate_dtype(backend, config) if backend == "vllm" else ""
+    because = f"{versioned(backend)}'s code for {config.get('model_type')}"
+    if found == "model":
+        found = rollout.computes if rollout.computes in ENGINE_NAMES else ""
+    elif not found:
+        because += f" is {not_known(backend)}"
+    return mine, Gate(rollout.subject, found, because)
 
 
 def stored_dtypes(path: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from precision_shim.adapting import Decision, Findings, Settings, current_settings, report
 from precision_shim.precision import agreement
-from precision_shim.precision.agreement import Engine, judge_engines
+from precision_shim.precision.agreement import Engine, Gate, judge_engines, judge_gates
 from precision_shim.precision.lm_head import Head, judge_heads
 from precision_shim.reporting.journal import decisions
 
@@ -28,6 +28,7 @@ class Sides:
         trainer: the trained policy; ``None`` if its dtype is not known.
         others: the job's other engines: the rollout, the reference model and teachers.
         heads: the LM heads of the trainer and of the other engines.
+        gates: the routers of the trainer and of the rollout; empty for a model without experts.
         decided: what the adapter decided on the job's dtypes.
     """
 
@@ -37,6 +38,7 @@ class Sides:
     others: Sequence[Engine] = ()
     heads: Sequence[Head] = ()
     decided: tuple[Decision, ...] = ()
+    gates: Sequence[Gate] = ()
 
     def judge(
         self, settings: Settings, *, may_write: bool, here: bool = True
@@ -48,7 +50,7 @@ class Sides:
         asked = settings["head"] == "fp32"
         job = self.framework, self.where
         found, writes = judge_heads(*job, self.heads, asked=asked, may_write=may_write, here=here)
-        found += Findings(self.decided)
+        found += Findings(self.decided) + judge_gates(self.framework, self.gates)
         if self.trainer is None:
             return found, {**writes}
         follow = settings["rollout"] == "follow"

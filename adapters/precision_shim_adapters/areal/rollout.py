@@ -10,7 +10,7 @@ from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import ALIASES, name_of, parse_dtype
 from precision_shim.adapting.rollouts import AUTO, BLOCKS, ROWS, Engine, Format, in_e4m3
 
-from ..agreement.lm_head import unchanged_heads
+from ..agreement.lm_head import of_rollout, unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
@@ -52,12 +52,14 @@ def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
         others.append(engine("ref", "ref"))
     others.append(engine("teacher", "teacher.train"))
     backend = str(OmegaConf.select(config, "rollout.backend"))
-    others += [
-        _rollout(name, config, follows=follows)
+    engines = [
+        name
         for name in _SECTIONS.values()
         if backend.startswith(name) and OmegaConf.select(config, name) is not None
     ]
-    heads = unchanged_heads("actor", "AReaL")
+    others += [_rollout(name, config, follows=follows) for name in engines]
+    served = [of_rollout(name, OmegaConf.to_container(config[name]), name) for name in engines]
+    heads = unchanged_heads("actor", "AReaL", served)
     return Sides("areal", versioned("areal"), trainer, list(filter(None, others)), heads)
 
 

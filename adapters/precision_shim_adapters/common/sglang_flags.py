@@ -19,7 +19,14 @@ from precision_shim.precision.formats import Format
 from precision_shim.precision.lm_head import SETTING, Head
 from precision_shim.precision.names import ALIASES
 
-from ..agreement.lm_head import NOT_IN_FORCE, is_marked, names_head, of_rollout, of_trainer
+from ..agreement.lm_head import (
+    NOT_IN_FORCE,
+    by_megatron,
+    is_marked,
+    names_head,
+    of_rollout,
+    of_trainer,
+)
 from ..agreement.model_files import quantised, resolve_by_model
 from ..agreement.names import engine_name, with_rounded
 from ..agreement.report import FEATURE, Sides, report_sides
@@ -107,7 +114,8 @@ def heads(name: str, args: Any, groups: Groups) -> list[Head]:
         refusal = "--target-modules has the LM head, whose adapter computes in 16 bits"
     elif not in_force(name, FEATURE, HEAD):
         refusal = NOT_IN_FORCE
-    found = [of_trainer("actor", vars(args), "args", refusal)]
+    native = by_megatron("actor", vars(args), "--output-logit-dtype")
+    found = [native or of_trainer("actor", vars(args), "args", refusal)]
     if args.rollout_external:
         return [*found, Head("rollout", refusal=f"{_EXTERNAL} keep their LM head")]
     for own, place in groups:

@@ -12,7 +12,7 @@ from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import ALIASES, name_of
 from precision_shim.adapting.rollouts import AUTO, Engine
 
-from ..agreement.lm_head import unchanged_heads
+from ..agreement.lm_head import of_rollout, unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import engine_name, with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
@@ -76,7 +76,14 @@ def compare(call: Call) -> None:
     ]
     trainer = _trainer(pipeline._data_info.get("_driver_args"))
     if others and trainer is not None:
-        heads = unchanged_heads("model", "ms-swift")
+        served = [
+            of_rollout(
+                "vllm", pipeline.group_cfgs[one.subject].get(_EXTRA) or {}, f"rollout.{_EXTRA}"
+            )
+            for one in others
+            if one.subject == "rollout"
+        ]
+        heads = unchanged_heads("model", "ms-swift", served)
         sides = Sides("ms-swift", _where(), trainer, others, heads)
         report_sides(sides, partial(write_key, pipeline.group_cfgs))
     call.proceed()

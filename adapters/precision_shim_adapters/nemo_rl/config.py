@@ -228,6 +228,11 @@ def _source() -> tuple[set[Keys], set[Keys]]:
     return read, passed - {(), ("generation",)}
 
 
+def is_read(section: str, key: str) -> bool:
+    """Whether the installed NeMo-RL reads a key of a section such as ``"megatron"``."""
+    return (section, key) in _source()[0]
+
+
 def format_of(section: Mapping[str, Any], name: str) -> Format | None:
     """What a trained model's quantized layers compute in; ``name`` is the model's key."""
     found = _by_modelopt(section, name)

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, Decision, seam, versioned
-from precision_shim.adapting.rollouts import AUTO, FP8, Engine
+from precision_shim.adapting.rollouts import AUTO, FP8, Engine, Gate, Head
 from precision_shim.errors import DtypeError
 
-from ..agreement.lm_head import unchanged_heads
-from ..agreement.model_files import resolve_by_model
+from ..agreement.lm_head import of_automodel, of_rollout, unchanged_heads
+from ..agreement.model_files import gates_of, resolve_by_model
 from ..agreement.names import engine_name, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
-from .config import FRAMEWORK, PLACE, SECTIONS, read_rollout, read_trained
+from .config import FRAMEWORK, PLACE, SECTIONS, is_read, read_rollout, read_trained
 
 GROUP = "rollout"
 _SINGLE = "nemo_rl.algorithms.single_controller_utils.setup:setup_single_controller"
@@ -80,15 +80,44 @@ def read_sides(config: Any) -> Sides | None:
         return None
     trainer = None if _part(config, "teachers") else read_trained(policy, "policy")
     others: list[Engine] = []
+    gates: tuple[Gate, ...] = ()
     if trainer is not None:
         rollout, teacher = read_rollout(policy), read_trained(_part(config, "teacher"), "teacher")
         if rollout is not None:
             path = str(policy.get("model_name") or "")
-            rollout = resolve_by_model(rollout, str(generation.get("backend")), path)
+            backend, megatron = str(generation.get("backend")), policy.get("megatron_cfg") or {}
+            rollout = resolve_by_model(rollout, backend, path)
+            written, key = megatron.get("moe_router_dtype"), "policy.megatron_cfg.moe_router_dtype"
+            on_megatron = trainer if megatron.get("enabled") else None
+            gates = gates_of(on_megatron, rollout, backend, path, written=written, key=key)
         others = [engine for engine in (rollout, teacher) if engine is not None]
-    heads = unchanged_heads("policy", "NeMo-RL")
+    heads = unchanged_heads("policy", "NeMo-RL", [_served(generation)], _own_head(policy))
     decided = tuple(_unseen(generation.get("refit_transport")))
-    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads, decided)
+    return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads, decided, gates)
+
+
+def _own_head(policy: Mapping[str, Any]) -> Head | None:
+    """Describe the policy's LM head if the user made NeMo-RL compute it in fp32."""
+    megatron, sharded = policy.get("megatron_cfg") or {}, policy.get("dtensor_cfg") or {}
+    if megatron.get("enabled"):
+        written = megatron.get("fp32_lm_head")  # tf32 does not round 16-bit factors either
+        asked = bool(written) and is_read("megatron", "fp32_lm_head")
+        return Head("policy", f"policy.megatron_cfg.fp32_lm_head={written}", asked)
+    if not (sharded.get("_v2") and is_read("dtensor", "moe_parallelizer")):
+        return None
+    options, place = sharded.get("moe_parallelizer") or {}, "policy.dtensor_cfg.moe_parallelizer"
+    return of_automodel("policy", options, place, sharded.get("expert_parallel_size"))
+
+
+def _served(generation: Mapping[str, Any]) -> Head:
+    backend, section = str(generation.get("backend")), generation.get("vllm_cfg") or {}
+    if backend not in ("vllm", "dynamo"):
+        return of_rollout(f"NeMo-RL's {backend}", {}, PLACE)
+    if section.get("fp32_lm_head") and is_read("vllm", "fp32_lm_head"):
+        return Head("rollout", f"{PLACE}.vllm_cfg.fp32_lm_head", in_fp32=True)
+    quantised = f"{PLACE}.vllm_cfg.precision" if section.get("precision") == FP8 else ""
+    options = generation.get("vllm_kwargs") or {}
+    return of_rollout("vllm", options, f"{PLACE}.vllm_kwargs", quantised)
 
 
 def _unseen(transport: object) -> Iterator[Decision]:

@@ -5,14 +5,15 @@ Each of ROLL's workers has a dtype of its own. A pipeline is the driver.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import name_of, parse_dtype
-from precision_shim.adapting.rollouts import AUTO, Engine
+from precision_shim.adapting.rollouts import AUTO, Engine, Head
 
-from ..agreement.lm_head import unchanged_heads
+from ..agreement.lm_head import of_rollout, unchanged_heads
 from ..agreement.model_files import resolve_by_model
 from ..agreement.names import with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
@@ -32,7 +33,7 @@ def read_sides(config: Any) -> Sides | None:
     others = [_engine(config, "actor_infer", "rollout")]
     if getattr(config, "enable_reference", True):
         others.append(_engine(config, "reference", "ref"))
-    heads = unchanged_heads("actor", "ROLL")
+    heads = unchanged_heads("actor", "ROLL", _served(config))
     return Sides("roll", versioned("roll"), trainer, list(filter(None, others)), heads)
 
 
@@ -61,6 +62,13 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
         return engine
     engine = resolve_by_model(engine, name, str(worker.model_args.model_name_or_path))
     return with_rounded(engine, given, place, name)
+
+
+def _served(config: Any) -> Iterator[Head]:
+    strategy = getattr(getattr(config, "actor_infer", None), "strategy_args", None)
+    if strategy is not None:
+        place = "actor_infer.strategy_args.strategy_config"
+        yield of_rollout(strategy.strategy_name, strategy.strategy_config or {}, place)
 
 
 def _write(config: Any, key: str, value: str) -> None:

@@ -15,8 +15,8 @@ from .files import read_files
 from .ranks import grouped, numbers
 
 SUFFIX = ".rollout.json"
-BASE, ADAPTERS = "weights", "adapters"
-"""The two groups of tensors: LoRA's adapters, and all other weights."""
+BASE, ADAPTERS, BIASES = "weights", "adapters", "router biases"
+"""The groups of tensors: LoRA's adapters, the biases with which a router chooses, the rest."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,15 @@ class Sent:
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield a code (docs/audit.md) and a message for each contradiction with the dtype."""
+        biases, kept = self.sent.get(BIASES, Weights()), self.own.get(BIASES, Weights())
+        dtypes = {self.then} if self.then else {*biases.dtypes}
+        if {*kept.dtypes} == {"fp32"} and dtypes & {"fp16", "bf16"}:
+            yield (
+                "weights-dtype",
+                f"{BIASES} go out in {'+'.join(sorted(dtypes))}, and the trainer keeps them in "
+                "fp32: each sync rounds them, so the rollout may choose other experts. Let the "
+                "framework send them in fp32.",
+            )
         rollout = ALIASES.get(self.asked)  # "auto" and NeMo-RL's "fp8" are not canonical names
         if rollout == "bf16" and self.computes == "fp16" and not self.quantised:
             key = f" ({self.key}=float16)" if self.key else ""
@@ -97,7 +106,7 @@ class Sent:
             return
         for group, weights in self.sent.items():
             own = self.own.get(group)
-            if own is None:
+            if own is None or group == BIASES:
                 continue
             in_bf16 = self.then == "bf16" if self.then else weights.mostly_bf16
             if in_bf16 and not own.mostly_bf16:

@@ -23,7 +23,7 @@ from ..reporting import journal as _journal
 from . import files, latest, sent_weights
 from .audits import rank_of_job
 from .reading import SIXTEEN_BIT, local
-from .sent_weights import ADAPTERS, BASE, Sent, Weights
+from .sent_weights import ADAPTERS, BASE, BIASES, Sent, Weights
 from .torch_reader import mixed_dtypes, shards_by_gathered
 
 AT = (1, 2, 8, 64, 512, 4096)
@@ -37,7 +37,7 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _Groups = dict[str, tuple[Counter[str], list[torch.Tensor]]]
-"""Elements by dtype, and whether bf16 represents each sample, of ``BASE`` and ``ADAPTERS``."""
+"""Elements by dtype, and whether bf16 represents each sample, of each group of tensors."""
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
@@ -138,7 +138,7 @@ class _Looker:
             )
 
     def look_at_own(self) -> None:
-        """Read the trainer's own parameters."""
+        """Read the trainer's own parameters, and the routers' biases, which may be buffers."""
         gathered = shards_by_gathered(self._chunks)
         named = [
             (name, gathered.get(id(parameter), parameter))
@@ -146,8 +146,10 @@ class _Looker:
             for name, parameter in chunk.named_parameters()
         ]
         self._every = max(1, len(named) // MOST_TENSORS)
-        for name, parameter in named:
-            self._add(self._own, name, parameter)
+        buffers = (one for chunk in self._chunks for one in chunk.named_buffers())
+        biases = [one for one in buffers if _group_of(one[0]) == BIASES]
+        for name, tensor in [*named, *biases]:
+            self._add(self._own, name, tensor)
         heads = [
             head
             for chunk in self._chunks
@@ -208,6 +210,8 @@ def _weights(groups: _Groups) -> dict[str, Weights]:
 
 
 def _group_of(name: str) -> str:
+    if name.endswith(("expert_bias", "e_score_correction_bias")):
+        return BIASES
     return ADAPTERS if "lora_" in name else BASE
 
 

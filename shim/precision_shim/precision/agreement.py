@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .findings import Decision, Findings, Problem
-from .formats import Format, Forward, differences, forward_of
+from .formats import UNKNOWN, Format, Forward, differences, forward_of
 
 FEATURE = "rollout-agreement"
 FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
+ROUTER = "router"
 KEYS = "dtype keys"
 """The subject of the decision on the keys that ``PRECISION_SHIM_ROLLOUT=follow`` writes."""
 
@@ -97,6 +98,38 @@ class Wire:
     because: str
     key: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The matrix product of an engine's routers, which choose the experts of each token.
+
+    Attributes:
+        subject: the engine.
+        computes: canonical name of the product's dtype; empty if it is not known.
+        because: the config key with its value, or the source code that says so.
+    """
+
+    subject: str
+    computes: str
+    because: str
+
+
+def judge_gates(framework: str, gates: Sequence[Gate]) -> Findings:
+    """Compare the routers of a trainer and its rollout; ``gates`` may be empty."""
+    if not gates:
+        return Findings()
+    mine, theirs = gates
+    names = [one.computes or UNKNOWN for one in gates]
+    chosen, because = f"{names[1]} beside the {mine.subject}'s {names[0]}", ""
+    if UNKNOWN in names:
+        because = "; where the two differ, a token may go to other experts"
+    elif names[0] == names[1]:
+        chosen = f"{names[1]}, as the {mine.subject}"
+    else:
+        because = ": the two round differently, so a token may go to other experts"
+    because = f"{mine.because}; {theirs.because}{because}"
+    return Findings((Decision(framework, ROUTER, FEATURE, chosen, because),))
 
 
 def compare(trainer: Engine, other: Engine) -> Verdict:

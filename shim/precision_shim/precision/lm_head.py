@@ -78,12 +78,16 @@ def judge_heads(
 
 
 def _one_sided(heads: Sequence[Head]) -> Iterator[tuple[str, str]]:
-    wide = {head.subject: head.key for head in heads if head.in_fp32 and not head.refusal}
-    others = dict.fromkeys(head.subject for head in heads if head.subject not in wide)
+    wide = {
+        head.subject: head for head in heads if head.in_fp32 and not (head.refusal and head.known)
+    }
+    others = {head.subject: head for head in heads if head.subject not in wide}
     if wide and others:
-        because = f"{', '.join(wide.values())}; {SETTING} takes effect in all engines or in none"
+        keys = ", ".join(head.key for head in wide.values())
+        doubts = [head for head in (*wide.values(), *others.values()) if head.refusal]
+        because = _reasons(doubts) or f"{SETTING} takes effect in all engines or in none"
         chosen = f"fp32 in {' and '.join(wide)}, the model's dtype in {' and '.join(others)}"
-        yield chosen, because
+        yield chosen, f"{keys}; {because}"
 
 
 def _choice(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:

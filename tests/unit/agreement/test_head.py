@@ -18,12 +18,16 @@ from precision_shim.precision.findings import Findings
 from precision_shim.precision.lm_head import Head
 from precision_shim.process.settings import Settings, resolve
 from precision_shim.reporting import journal
+from precision_shim_adapters.agreement import lm_head
 from precision_shim_adapters.agreement.lm_head import (
+    by_megatron,
     compute_in_fp32,
     is_marked,
     names_head,
+    of_automodel,
     of_rollout,
     of_trainer,
+    unchanged_heads,
 )
 from precision_shim_adapters.agreement.report import Sides, Write, report_sides
 
@@ -222,6 +226,60 @@ def test_the_plan_says_what_is_sure_beside_an_engine_that_is_not_here() -> None:
     (problem,) = planned([fused, THERE]).problems
     assert "a fused product" in problem.message
     assert "not installed" not in problem.message
+
+
+SERVED = Head("rollout", "engine.head_dtype", in_fp32=True)
+
+
+def test_heads_that_the_shim_leaves() -> None:
+    (trained,) = unchanged_heads("actor", "Toy", [ROLLOUT])
+    assert trained.refusal == "the shim does not change the LM heads of Toy"
+    (made,) = planned(unchanged_heads("actor", "Toy", [SERVED]), resolve(environ={})).decisions
+    because = f"engine.head_dtype; actor: {trained.refusal}"
+    assert (made.chosen, made.because) == ("fp32 in rollout, the model's dtype in actor", because)
+    own = replace(ACTOR, in_fp32=True)
+    assert unchanged_heads("actor", "Toy", [ROLLOUT], ACTOR) == [trained]
+    found = planned(unchanged_heads("actor", "Toy", [ROLLOUT], own))
+    assert (found.problems, found.decisions[0].chosen) == ((), "fp32 in trainer and rollout")
+
+
+def test_an_engine_that_is_not_here_may_compute_its_head_in_fp32() -> None:
+    (made,) = planned([ACTOR, replace(THERE, in_fp32=True)], resolve(environ={})).decisions
+    assert made.chosen == "fp32 in rollout, the model's dtype in actor"
+    assert made.because == "engine.head_dtype; rollout: not installed here"
+
+
+@pytest.mark.parametrize(
+    ("options", "experts", "found"),
+    [
+        ({}, 2, None),
+        ({"lm_head_precision": "bfloat16"}, 2, None),
+        ({"lm_head_precision": "float32"}, None, "takes effect with expert parallelism only"),
+        ({"lm_head_precision": "torch.float32"}, 2, "Automodel then rounds the logits"),
+        ({"lm_head_precision": "float32", "wrap_outer_model": False}, 2, ""),
+    ],
+)
+def test_automodels_own_head(options: dict[str, Any], experts: object, found: str | None) -> None:
+    head = of_automodel("policy", options, "moe", experts)
+    if found is None or head is None:
+        assert head is found
+        return
+    assert (head.key, head.in_fp32) == ("moe.lm_head_precision", not found)
+    assert found in head.refusal
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_megatrons_own_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: bool) -> None:
+    name = "newest" if newest else "older"
+    more = ", logit_dtype=None" if newest else ""
+    (tmp_path / f"{name}.py").write_text(f"class Model:\n    def __init__(self{more}): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(lm_head, "_MEGATRONS_MODEL", f"{name}:Model.__init__")
+    found = Head("actor", "k", in_fp32=True) if newest else None
+    for written in ("fp32", "float32", torch.float32):
+        assert by_megatron("actor", {"logit_dtype": written}, "k") == found
+    for written in (None, "bf16", torch.bfloat16):
+        assert by_megatron("actor", {"logit_dtype": written}, "k") is None
 
 
 # -- the head --------------------------------------------------------------------------------------

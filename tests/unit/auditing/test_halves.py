@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.auditing import sent_weights
-from precision_shim.auditing.sent_weights import ADAPTERS, BASE, Sent, Weights
+from precision_shim.auditing.sent_weights import ADAPTERS, BASE, BIASES, Sent, Weights
 from precision_shim.precision.agreement import ENGINE_NAMES
 
 from ...processes.commands import command
@@ -78,6 +78,24 @@ def test_a_bf16_wire(group: str) -> None:
     own = {BASE: weights("fp32", False), ADAPTERS: weights("fp32", False)}
     for dtype in ("fp16", "fp32"):
         assert codes(replace(RIGHT, own=own, sent={group: weights(dtype, 1.0)})) == ["bf16-wire"]
+
+
+@pytest.mark.parametrize("asked", ["bfloat16", "float16", ""])
+def test_a_routers_bias_that_is_rounded(asked: str) -> None:
+    own = {**RIGHT.own, BIASES: weights("fp32", False)}
+    sent = {BASE: weights("fp16", False), BIASES: weights("fp32", False)}
+    right = replace(RIGHT, asked=asked, own=own, sent=sent)
+    assert codes(right) == []
+    assert codes(replace(right, then="fp16")) == ["weights-dtype"]
+    rounded = replace(right, sent={**sent, BIASES: weights("bf16", True)})
+    ((code, message),) = rounded.contradictions()
+    assert (code, message.partition(":")[0]) == (
+        "weights-dtype",
+        "router biases go out in bf16, and the trainer keeps them in fp32",
+    )
+    in_bf16 = {**RIGHT.own, BIASES: weights("bf16", True)}
+    assert codes(replace(rounded, own=in_bf16)) == []
+    assert codes(replace(rounded, own=RIGHT.own)) == []  # the trainer's own is not known
 
 
 # -- no finding if both dtypes are intended --------------------------------------------------------

@@ -113,6 +113,7 @@ def test_mixed_dtypes_keep_fp32_states_and_give_the_counts(declared, policy):
     assert not aware(result)
     assert "1,234" in result.because
     assert "56" in result.because
+    assert "FusedAdam has one dtype for each moment of all parameters" in result.because
 
 
 @pytest.mark.parametrize("native", [True, False])

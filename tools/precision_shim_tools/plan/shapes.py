@@ -63,12 +63,14 @@ class Model:
         config: the Hugging Face config, merged with its text model's config.
         source: the file from which the names and shapes were read.
         tied: whether the output layer shares its weight with the embedding.
+        kept: names of the modules whose parameters transformers loads in fp32 into a 16-bit model.
     """
 
     weights: tuple[Weight, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     tied: bool = False
+    kept: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -161,7 +163,11 @@ def _build(config: Mapping[str, Any], where: str) -> Model:
     weights = tuple(_repeated(built, kinds))
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
-    return Model(weights, text_config(config), tied=tied)
+    names = [weight.name for weight in weights]
+    marks = sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    patterns = {mark: mark.replace("*", ".*") for mark in marks}
+    kept = tuple(one for one in marks if any(re.search(patterns[one], name) for name in names))
+    return Model(weights, text_config(config), tied=tied, kept=kept)
 
 
 def _kinds(config: Any) -> list[Any]:

@@ -269,6 +269,18 @@ def _flags(job: Job, trainer: Any, role: str) -> tuple[tuple[Problem, ...], tupl
     return (), ()
 
 
+def _mixed(role: str, model: Model) -> tuple[Problem, ...]:
+    """Find the parameters that transformers keeps in fp32 in a model that SkyRL loads in bf16."""
+    if not model.kept:
+        return ()
+    key = "trainer.bf16" if role == "ref" else f"trainer.{role}.inference_only_init"
+    message = (
+        f"{_where()}: {role}: {key} loads the model in bf16, and transformers keeps its "
+        f"{', '.join(model.kept)} in fp32: FSDP refuses parameters of two dtypes in one layer"
+    )
+    return (Problem("mixed-dtypes", role, key, message, f"Write {key}=false."),)
+
+
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config, key = section.fsdp_config, f"trainer.{role}"
@@ -294,6 +306,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
         wrote=tuple(reader.of_fsdp(trainer, role)),
+        illegal=_mixed(role, model) if low else (),
         notes=tuple(filter(None, [unscaled])),
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",

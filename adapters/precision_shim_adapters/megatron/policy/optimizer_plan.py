@@ -218,7 +218,11 @@ def _choose_row(
         why.append("fp8 or fp4 parameters: nothing is added")
         return {}
     if model.single is None and model.counts:
-        why.append(f"trainable parameters of several dtypes ({model}): fp32 states")
+        why.append(
+            f"trainable parameters of several dtypes ({model}): fp32 states for all, because "
+            "FusedAdam has one dtype for each moment of all parameters; 16-bit states for all: "
+            f"write {PRECISION_AWARE} and {', '.join(_MOMENTS)}"
+        )
         off = {PRECISION_AWARE: False} if native.get(PRECISION_AWARE) else {}
         return {**_flags(requested.declared), **off}
     dtype = requested.declared

@@ -15,7 +15,7 @@ from precision_shim.adapting.rollouts import SETTING, Head
 from ...agreement import lm_head as shared
 from ...agreement.report import FEATURE
 from ...megatron.training.lm_head import compute_in_fp32 as compute_megatrons
-from ..config import INFERENCE, has_reference, overriding, started_elsewhere
+from ..config import INFERENCE, LAYERS, has_reference, overriding, started_elsewhere
 
 GROUP = "LM head"
 _WORKERS = "skyrl.backends.skyrl_train.workers"
@@ -39,10 +39,16 @@ def read_heads(config: Any, in_force: shared.IsInForce) -> list[Head]:
             refusal = "trainer.policy.model.lora.target_modules has the LM head"
         elif not in_force(FEATURE, group):
             refusal = shared.NOT_IN_FORCE
-        heads.append(shared.of_trainer(role, overrides, place, refusal))
+        ours = shared.of_trainer(role, overrides, place, refusal)
+        fields = f"trainer.{role}.megatron_config.{LAYERS}"
+        own = getattr(getattr(trainer, role).megatron_config, LAYERS) or {}
+        on_megatron = own if trainer.strategy == "megatron" else {}
+        heads.append(shared.by_megatron(role, on_megatron, f"{fields}.logit_dtype") or ours)
     if started_elsewhere(engines):
         refusal = "servers that SkyRL does not start keep the head that they were started with"
         return [*heads, Head("rollout", refusal=refusal)]
+    if getattr(engines, "enable_fp32_lm_head", False):  # SkyRL's main
+        return [*heads, Head("rollout", f"{INFERENCE}.enable_fp32_lm_head", in_fp32=True)]
     backend = str(engines.backend)
     sections = overriding(engines) or {f"{INFERENCE}.engine_init_kwargs": {}}
     heads += [shared.of_rollout(backend, values, section) for section, values in sections.items()]

@@ -23,7 +23,7 @@ from precision_shim.adapting.rollouts import (
 )
 
 from ...agreement.lm_head import IsInForce
-from ...agreement.model_files import resolve_by_model
+from ...agreement.model_files import gates_of, resolve_by_model
 from ...agreement.names import engine_name, with_rounded
 from ...agreement.report import FEATURE, Sides
 from ..config import PPO, ROLLOUT, ModelConfig, of_ppo, qat_format
@@ -50,11 +50,12 @@ def read_sides(config: Mapping[str, Any], in_force: IsInForce) -> Sides | None:
     trainer = actor.compared()
     trainer = None if trainer is None else replace(trainer, format=actor.format)
     path, backend = str(actor.model.get("path") or ""), str(rollout.get("name"))
-    others = [
-        *_reference(ref, trainer),
-        resolve_by_model(_of_rollout(rollout, "rollout", ROLLOUT), backend, path),
-        *_teachers(config),
-    ]
+    served = resolve_by_model(_of_rollout(rollout, "rollout", ROLLOUT), backend, path)
+    others = [*_reference(ref, trainer), served, *_teachers(config)]
+    layers, name = actor.get("override_transformer_config", {}), "moe_router_dtype"
+    key = f"{actor.engine_key}.override_transformer_config.{name}"
+    on_megatron = trainer if actor.strategy == "megatron" else None
+    gates = gates_of(on_megatron, served, backend, path, written=layers.get(name, ""), key=key)
     because = f"the shim does not know what verl's {actor.strategy} engine computes in"
     unknown = Decision("verl", "rollout", FEATURE, "not compared with the actor", because)
     decided: tuple[Decision, ...] = () if trainer else (unknown,)
@@ -63,7 +64,7 @@ def read_sides(config: Mapping[str, Any], in_force: IsInForce) -> Sides | None:
         key, own = f"{PPO}.actor.qat.enable", f"{actor.engine_key}.qat"
         because = f"{key}=True has no effect: verl reads {own}"
         decided += (Decision("verl", "actor", FEATURE, "not quantized by this key", because),)
-    return Sides("verl", versioned("verl"), trainer, others, heads, decided)
+    return Sides("verl", versioned("verl"), trainer, others, heads, decided, gates)
 
 
 def _check_names(config: Mapping[str, Any]) -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting.dtypes import parse_dtype
 from precision_shim.adapting.rollouts import SETTING, Head
 
 from ...agreement import lm_head as fp32_head
@@ -32,7 +35,8 @@ def read_heads(config: Mapping[str, Any], in_force: fp32_head.IsInForce) -> list
         refusal = _refuses(one)
         if not refusal and not in_force(FEATURE, group):
             refusal = fp32_head.NOT_IN_FORCE
-        heads.append(fp32_head.of_trainer(one.subject, overrides, place, refusal))
+        ours = fp32_head.of_trainer(one.subject, overrides, place, refusal)
+        heads.append(_by_engine(one) or ours)
     backend, section = str(rollout.get("name") or ""), rollout.get("engine_kwargs") or {}
     qat = (rollout.get("qat") or {}).get("enable")
     quantised = "qat" if qat else "quantization" if rollout.get("quantization") else ""
@@ -45,6 +49,18 @@ def read_heads(config: Mapping[str, Any], in_force: fp32_head.IsInForce) -> list
         remedy = f"Name the modules in {MODEL}.target_modules, or write {MODEL}.lora.merge=True"
         head = Head("rollout", head.key, refusal=refusal, remedy=remedy)
     return [*heads, head]
+
+
+def _by_engine(one: ModelConfig) -> Head | None:
+    """Describe the LM head if the user makes the engine itself compute it in fp32."""
+    if one.strategy == "megatron":
+        name = "override_transformer_config"
+        key = f"{one.engine_key}.{name}.logit_dtype"
+        return fp32_head.by_megatron(one.subject, one.get(name, {}), key)
+    options, experts = dict(one.get("moe_config", {})), one.get("ep_size")
+    if parse_dtype(str(one.get("mp_output_dtype"))) is torch.float32:
+        options["wrap_outer_model"] = False  # which rounds no logits then
+    return fp32_head.of_automodel(one.subject, options, f"{one.engine_key}.moe_config", experts)
 
 
 def _adapts_in_sglang(model: Mapping[str, Any]) -> bool:
