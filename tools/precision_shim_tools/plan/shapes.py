@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -33,11 +33,13 @@ class Weight:
     Attributes:
         name: the parameter's name in transformers, with ``*`` in place of an expert's number.
         repeated: number of equal parameters.
+        trains: whether the job trains the parameter, if it trains the model.
     """
 
     name: str
     shape: tuple[int, ...]
     repeated: int = 1
+    trains: bool = True
 
     @property
     def numel(self) -> int:
@@ -53,12 +55,14 @@ class Model:
         config: the Hugging Face config, merged with its text model's config.
         source: the file from which the names and shapes were read.
         tied: whether the output layer shares its weight with the embedding.
+        note: what is not counted; may be empty.
     """
 
     weights: tuple[Weight, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     tied: bool = False
+    note: str = ""
 
     @property
     def parameters(self) -> int:
@@ -74,8 +78,41 @@ class Model:
         """Number of routed experts of a layer; 0 for a dense model."""
         return self.number(*_EXPERT_COUNTS)
 
+    def frozen(self) -> Model:
+        """The model without trained parameters, as beneath adapters that are yet to be added."""
+        note = "not counted: the LoRA adapters, whose size --parameters does not say; --model does"
+        weights = tuple(replace(weight, trains=False) for weight in self.weights)
+        return replace(self, weights=weights, note="" if self.config else note)
 
-def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
+
+Adapt = Callable[[Any], Any]
+"""Puts LoRA adapters into a model of transformers, and freezes the rest, as a worker does."""
+
+
+def with_peft(asked: Mapping[str, Any], model: Any, *, value_head: bool = False) -> Any:
+    """Apply peft's LoRA to a model.
+
+    Args:
+        asked: LoraConfig's arguments, or only the ``path`` of trained adapters.
+        model: a model of transformers.
+        value_head: whether a value head replaces its output layer; adapters freeze it, too.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    path = asked.get("path")
+    config = LoraConfig.from_pretrained(path) if path else LoraConfig(**asked)
+    config.inference_mode = False
+    if value_head:
+        width = model.get_output_embeddings().weight.shape[1]
+        model.set_output_embeddings(torch.nn.Linear(width, 1, bias=False))
+        model.get_output_embeddings = lambda: None  # "all-linear" leaves an output layer out
+    return get_peft_model(model, config)
+
+
+def read_model(
+    directory: Path, overrides: Mapping[str, Any] | None = None, adapt: Adapt | None = None
+) -> Model:
     """Read the model in the directory of a ``config.json``, whose values ``overrides`` replaces.
 
     Raises:
@@ -89,7 +126,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
             f"{path}: cannot be read ({error}); expected a model's config. Name its directory with "
             "--model, or its size with --parameters."
         ) from error
-    return from_config(config, str(path))
+    return from_config(config, str(path), adapt)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,23 +148,26 @@ def is_router(name: str) -> bool:
     return bool(_ROUTER.search(name))
 
 
-_built: dict[str, Model] = {}
+_built: dict[tuple[str, Adapt | None], Model] = {}
 """Maps configs as JSON to their models: a job has several of one config, and a build takes time."""
 
+_ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
+"""What peft adds to the names of the parameters that it freezes."""
 
-def from_config(config: Mapping[str, Any], where: str) -> Model:
+
+def from_config(config: Mapping[str, Any], where: str, adapt: Adapt | None = None) -> Model:
     """Build a model on torch's meta device from a Hugging Face config that stands in ``where``.
 
     Raises:
-        PlanError: transformers cannot build the model.
+        PlanError: transformers cannot build the model, or it cannot get the adapters.
     """
-    text = json.dumps(config, sort_keys=True, default=repr)
-    if text not in _built:
-        _built[text] = _build(config, where)
-    return replace(_built[text], source=f"{where}, built on the meta device")
+    key = json.dumps(config, sort_keys=True, default=repr), adapt
+    if key not in _built:
+        _built[key] = _build(config, where, adapt)
+    return replace(_built[key], source=f"{where}, built on the meta device")
 
 
-def _build(config: Mapping[str, Any], where: str) -> Model:
+def _build(config: Mapping[str, Any], where: str, adapt: Adapt | None) -> Model:
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     kind = str(written.pop("model_type", ""))
     try:
@@ -142,13 +182,24 @@ def _build(config: Mapping[str, Any], where: str) -> Model:
             f"{where}: transformers cannot build a model of model_type={kind!r} "
             f"({said(error)}). Name the model's size with --parameters."
         ) from error
-    counted = Counter(
-        (_EXPERT.sub(".experts.*.", name), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-    )
-    weights = tuple(Weight(name, shape, number) for (name, shape), number in counted.items())
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
+    try:
+        with torch.device("meta"):
+            model = model if adapt is None else adapt(model)
+    except Exception as error:  # peft and others refuse targets with various errors
+        raise PlanError(
+            f"{where}: its model cannot get the LoRA adapters ({said(error)}). Correct their keys, "
+            "or plan in the environment of the job."
+        ) from error
+    names = ((_ADAPTED.sub("", name), one) for name, one in model.named_parameters())
+    counted = Counter(
+        (_EXPERT.sub(".experts.*.", name), tuple(one.shape), one.requires_grad)
+        for name, one in names
+    )
+    weights = tuple(
+        Weight(name, shape, number, trains) for (name, shape, trains), number in counted.items()
+    )
     return Model(weights, text_config(config), tied=tied)
 
 
