@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from precision_shim.errors import PlanError
 from precision_shim_adapters.megatron.installed import needs_gather
 from precision_shim_adapters.verl import config as verls
 
@@ -24,11 +23,13 @@ from .models import QWEN3_30B_A3B
 from .rows import (
     ACTOR,
     DTENSOR,
+    FSDP,
     GRPO,
     GRPO_ON_MEGATRON,
     LLAMA,
     MIXED,
     NEMO_RL,
+    NEMO_RL_ON_MEGATRON,
     PLANNED,
     REFUSED,
     SKYRL,
@@ -526,40 +527,125 @@ def test_nemo_rl(model: Path) -> None:
     assert "none.yaml" in refused("--", *words[:-1], str(model / "none.yaml"))
 
 
-LORAS = [
-    pytest.param(
-        GRPO, "actor_rollout_ref.model.lora_rank", f"++{MIXED}.parm_dtype", marks=needs("verl")
-    ),
+WRONG = [
+    pytest.param(GRPO, f"++{MIXED}.parm_dtype", marks=needs("verl")),
     pytest.param(
         (*SKYRL, "trainer.strategy=fsdp2"),
-        "trainer.policy.model.lora.rank",
         "trainer.policy.fsdp_config.mixed_precision.buffer_dtype",
         marks=needs("skyrl"),
     ),
+    pytest.param(DTENSOR, "++policy.precison", marks=needs("nemo_rl")),
+]
+
+
+@pytest.mark.parametrize(("line", "wrong"), WRONG, ids=lambda one: "")
+def test_a_job_that_cannot_be_planned_is_checked_all_the_same(
+    model: Path, line: tuple[str, ...], wrong: str
+) -> None:
+    words = ("plan", "--model", model / "nowhere", "--", *line, f"{wrong}=fp16")
+    code, _, told = command(*words)
+    assert code == 2
+    assert "nowhere" in told
+    assert f"{wrong.lstrip('+')}=fp16 has" in told
+
+
+# -- LoRA ------------------------------------------------------------------------------------------
+
+VERLS = "actor_rollout_ref.model"
+_LOW = {True: "bf16", False: "fp32"}
+QV = (8 * 48 * (2048 + 4096 + 2048 + 512), 0)
+"""The trained parameters of a rank, besides experts and of experts: q_proj and v_proj adapted."""
+BRIDGED = (8 * 24 * (2048 + 5120) // 2, 8 * 24 * (2048 + 1536) // 2)
+"""Those of one of two stages: linear_qkv, and linear_fc1 of experts, which share one adapter."""
+
+
+def _on_peft(package: str, line: Sequence[str], key: str, rank: str, dtypes: str) -> object:
+    words = (*line, f"{key}.{rank}=8", f"{key}.target_modules=[q_proj,v_proj]")
+    return pytest.param(words, QV, dtypes, marks=needs(package))
+
+
+def _on_bridge(package: str, line: Sequence[str], key: str, rank: str) -> object:
+    words = (*line, f"{key}.{rank}=8", f"{key}.target_modules=[linear_qkv,linear_fc1]")
+    marks = since("0.6", package) if package == "nemo_rl" else needs(package)
+    return pytest.param(words, BRIDGED, "bf16 over bf16", marks=marks)
+
+
+SPLIT = [
+    f"{size}_parallel_size={ways}"
+    for size, ways in (
+        ("tensor_model", 2),
+        ("pipeline_model", 2),
+        ("expert_model", 8),
+        ("expert_tensor", 2),
+    )
+]
+GPUS = [f"trainer.placement.policy_num_{one}=8" for one in ("nodes", "gpus_per_node")]
+ADAPTED = [
+    _on_peft("verl", GRPO, VERLS, "lora_rank", "fp32 over fp32"),
+    _on_peft("verl", (*GRPO, f"{FSDP}.model_dtype=bf16"), VERLS, "lora_rank", "own over bf16"),
+    _on_bridge(
+        "verl",
+        (
+            *GRPO_ON_MEGATRON,
+            *(f"{ACTOR}.megatron.{one}" for one in SPLIT),
+            f"{ACTOR}.megatron.use_mbridge=True",
+            f"++{ACTOR}.megatron.vanilla_mbridge=False",
+        ),
+        f"{VERLS}.lora",
+        "rank",
+    ),
+    _on_peft(
+        "skyrl",
+        (*SKYRL, *GPUS, "trainer.strategy=fsdp2"),
+        "trainer.policy.model.lora",
+        "rank",
+        "fp32 over fp32",
+    ),
+    _on_bridge(
+        "skyrl",
+        (
+            *(*SKYRL, *GPUS, "trainer.strategy=megatron"),
+            *(f"trainer.policy.megatron_config.{one}" for one in SPLIT),
+        ),
+        "trainer.policy.model.lora",
+        "rank",
+    ),
     pytest.param(
-        DTENSOR,
-        "++policy.dtensor_cfg.lora_cfg.enabled",
-        "++policy.precison",
-        marks=needs("nemo_rl"),
+        (
+            *DTENSOR,
+            "++policy.dtensor_cfg._v2=true",
+            "++policy.dtensor_cfg.lora_cfg.enabled=true",
+            "++policy.dtensor_cfg.lora_cfg.dim=8",
+            "++policy.dtensor_cfg.lora_cfg.target_modules=['*.q_proj','*.v_proj']",
+        ),
+        (QV[0] // 2, 0),
+        "fp32 over fp32",
+        marks=since("0.5", "nemo_rl"),
+    ),
+    _on_bridge(
+        "nemo_rl",
+        (*NEMO_RL_ON_MEGATRON, "++policy.megatron_cfg.peft.enabled=true"),
+        "++policy.megatron_cfg.peft",
+        "dim",
     ),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:LoRA is enabled")  # by SkyRL 0.2
-@pytest.mark.parametrize(("line", "lora", "wrong"), LORAS, ids=lambda one: "")
-def test_a_job_that_cannot_be_planned_is_checked_all_the_same(
-    model: Path, line: tuple[str, ...], lora: str, wrong: str
+@pytest.mark.parametrize(("line", "trained", "dtypes"), ADAPTED, ids=lambda one: "")
+def test_adapters_train_over_a_frozen_model(
+    model: Path, line: tuple[str, ...], trained: tuple[int, int], dtypes: str
 ) -> None:
-    words = (f"{lora}={'true' if lora.endswith('enabled') else 8}", f"{wrong}=fp16")
-    code, _, told = command("plan", "--model", model / "nowhere", "--", *line, *words)
-    assert code == 2
-    for text in (
-        f"{lora.lstrip('+')}=",
-        "LoRA adapters",
-        "nowhere",
-        f"{wrong.lstrip('+')}=fp16 has",
-    ):
-        assert text in told
+    code, plan = planned("--model", str(model), "--", *line)
+    one = plan["models"][0]
+    parts = one["after"][0]["parts"]
+    assert (code, [part["parameters"] for part in parts]) == (0, [*filter(None, trained)])
+    held = parts[0]["components"]
+    if dtypes.startswith("own"):  # verl's, over weights in bf16
+        dtypes = dtypes.replace("own", _LOW[Version(version("verl")) >= Version("0.9")])
+    assert f"{held['params']['dtypes'][0]} over {held['frozen']['dtypes'][0]}" == dtypes
+    _, whole = planned("--model", str(model), "--", *line[: -2 if "=8" in line[-2] else -1])
+    assert one["parameters"] > whole["models"][0]["parameters"]
 
 
 @needs("skyrl")
@@ -853,16 +939,16 @@ def test_experts_that_torchtitan_cannot_spread(ways: int) -> None:
 
 
 @needs("torchtitan")
-def test_torchtitans_adapters_are_refused() -> None:
+def test_torchtitans_adapters_train_over_a_frozen_model() -> None:
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.models.llama3 import model_registry
 
     from precision_shim_tools.plan.torchtitan import built
 
     adapters = LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wq", "wo"])
-    spec = model_registry("debugmodel", converters=[adapters])
-    with pytest.raises(PlanError, match="LoRA adapters, which are not planned"):
-        built(spec)
+    model = built(model_registry("debugmodel", converters=[adapters]))
+    assert {weight.trains for weight in model.weights} == {True, False}
+    assert all(weight.trains == ("lora" in weight.name) for weight in model.weights)
 
 
 @needs("verl")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import parse_settings, versioned
+from precision_shim.adapting import look, parse_settings, versioned
 from precision_shim.adapting.dtypes import (
     ALIASES,
     COMPUTES,
@@ -52,6 +52,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """The dtype names that NeMo-RL accepts; for other names NeMo-RL raises KeyError or ValueError."""
 
+_LORA = "nemo_rl.models.policy:LoRAConfig"  # since 0.5
 BLOCK = "precision_shim"
 """Key of the shim's optional block in the config of a policy or value model."""
 
@@ -147,16 +148,26 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
                 others["megatron_cfg", "optimizer", key] = value
     for keys, value in others.items():
         yield _unread(name, keys, value, str(config.get("precision")) if sharded else None)
-    cfg = config.get("dtensor_cfg") or {}
-    backend = (cfg.get("automodel_kwargs") or {}).get("backend")
+    automodel = (config.get("dtensor_cfg") or {}).get("automodel_kwargs") or {}
+    backend = automodel.get("backend")
     if sharded and isinstance(backend, Mapping) and backend.get("te_fp8") is not None:
         # Only Automodel's own recipes enter TransformerEngine's autocast, not the model.
         key = f"{name}.dtensor_cfg.automodel_kwargs.backend.te_fp8"
         yield Written(key, backend["te_fp8"], read=False)
-    adapters = cfg.get("lora_cfg") or {}
-    if sharded and adapters.get("enabled"):
+    adapters = read_lora(config, "dtensor_cfg.lora_cfg")
+    if sharded and adapters:
         kind = adapters.get("lora_dtype")
         yield Written(f"{name}.dtensor_cfg.lora_cfg.lora_dtype", kind, "params")
+
+
+def read_lora(config: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """The section of a model's LoRA adapters at ``place``, such as ``dtensor_cfg.lora_cfg``.
+
+    NeMo-RL gives it to Automodel or Megatron-Bridge; it is empty if the model has no adapters.
+    """
+    outer, _, inner = place.partition(".")
+    found = (config.get(outer) or {}).get(inner) or {}
+    return found if found.get("enabled") and look(_LORA).found else {}
 
 
 def _unread(name: str, keys: Keys, value: object, precision: str | None) -> Written:

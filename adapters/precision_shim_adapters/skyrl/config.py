@@ -67,6 +67,16 @@ FSDP = "fsdp"
 
 OPTIMIZER = "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_megatron_optim_config"
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
+_WORKER = "skyrl.backends.skyrl_train.workers.megatron.megatron_worker:MegatronWorker"
+ADAPTER_STORE = "skyrl.backends.skyrl_train.workers.megatron.adapter_store:AdapterStore"
+_LINEAR = {
+    "lora": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    "canonical_lora": (
+        *("linear_q", "linear_k", "linear_v", "linear_proj"),
+        *("linear_fc1_up", "linear_fc1_gate", "linear_fc2"),
+    ),
+}
+"""Maps a kind of adapters to the modules that ``all-linear`` stands for on Megatron."""
 _BUILDER = "megatron.bridge.models.model_provider:get_model"
 _MIXED = "mixed_precision"
 _SETS = dict(zip(MIXED, (COMPUTES, REDUCES), strict=True))
@@ -167,6 +177,26 @@ def of_caller(optim_config: Any, kwargs: Any) -> RequestedConfig:
     requested = _requested(optim_config, kwargs)
     flagged = torch.bfloat16 if requested.asked.get("bf16", True) else torch.float32
     return replace(requested, declared=torch.float16 if requested.asked.get("fp16") else flagged)
+
+
+def read_lora(trainer: Any, role: str) -> dict[str, Any]:
+    """The arguments of a model's LoRA adapters that SkyRL gives peft, or Megatron-Bridge; or empty.
+
+    Only policy and critic have adapters; the critic is on FSDP.
+    """
+    section = getattr(trainer, role)
+    own: Any = getattr(section.model, "lora", None)
+    if role == "ref" or own is None or not own.rank:
+        return {}
+    targets = own.target_modules
+    if trainer.strategy != "megatron" or role == "critic":
+        modules = {"target_modules": targets, "exclude_modules": own.exclude_modules}
+        return {"r": own.rank, "task_type": "CAUSAL_LM", **modules}
+    bridged = section.megatron_config.lora_config
+    if targets == "all-linear":
+        gated = "gdn_in_proj_lora_is_safe" in look(f"{_WORKER}.configure_lora").names  # since 0.4
+        targets = (*_LINEAR[bridged.lora_type], *(("in_proj", "out_proj") if gated else ()))
+    return {**vars(bridged), **vars(own), "type": bridged.lora_type, "target_modules": targets}
 
 
 def _requested(optim_config: Any, kwargs: Any) -> RequestedConfig:

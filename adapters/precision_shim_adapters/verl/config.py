@@ -53,6 +53,8 @@ ROLLOUT = f"{PPO}.rollout"
 CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
 FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 OVERRIDES = "override_optimizer_config"
+ADAPTER_PATH = "lora_adapter_path"
+"""Key of the folder from which verl loads trained LoRA adapters."""
 
 
 def is_fp16(value: object) -> bool:
@@ -294,6 +296,26 @@ class ModelConfig:
         return self.mixed.get("param_dtype", torch.bfloat16)
 
     @property
+    def lora(self) -> Mapping[str, Any]:
+        """The arguments of the LoRA adapters that verl gives peft, or Megatron-Bridge; or empty."""
+        own, model, path = read_key(self.model, "lora") or {}, self.model, ADAPTER_PATH
+        if self.kind is MEGATRON and own.get("rank"):
+            return dict(own)
+        if not (self.sharded and (model.get("lora_rank") or (self.legacy and model.get(path)))):
+            return {}
+        if model.get(path):
+            return {"path": model[path]}
+        names = ("target_modules", "target_parameters", "exclude_modules")
+        given = {name: model[name] for name in names if model.get(name) is not None}
+        return {"task_type": "CAUSAL_LM", "r": model["lora_rank"], **given}
+
+    @property
+    def lora_dtype(self) -> torch.dtype:
+        """The dtype of adapters on FSDP: peft makes them in fp32, and verl 0.9 casts its own."""
+        casts = "mismatched" in look(f"{SHARDED}._build_lora_module").names
+        return self.stored if casts and "path" not in self.lora else torch.float32
+
+    @property
     def declared(self) -> torch.dtype | None:
         """The dtype of a model on Megatron; ``None`` if its name is unknown."""
         return parse_dtype(str(self.get("dtype") or "bfloat16"))
@@ -504,6 +526,10 @@ def of_ppo(config: Mapping[str, Any], sections: Sections = section_of) -> tuple[
     quantized = sections(shared, f"{PPO}.rollout").get("quantization")
     penalty = algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss")
     no_ref = "" if penalty else "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
+    if any(
+        (model.get("lora_rank"), model.get(ADAPTER_PATH), (model.get("lora") or {}).get("rank"))
+    ):
+        no_ref = "the actor without its LoRA adapters is the reference model"
     enabled, estimator = critic.get("enable"), algorithm.get("adv_estimator")
     no_critic = "" if enabled else "critic.enable=false"
     if enabled is None:

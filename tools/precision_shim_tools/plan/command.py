@@ -67,34 +67,28 @@ class Job:
     unset: bool = False
     refusals: list[PlanError] = field(default_factory=list)
 
-    def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
+    def model(
+        self,
+        name: object,
+        overrides: Mapping[str, Any] | None = None,
+        adapt: shapes.Adapt | None = None,
+    ) -> Model:
         """Return the names and shapes of a model of the job; without a model, one of any size.
 
         Args:
             name: a directory, or the name of a Hugging Face hub model that is in the local cache.
             overrides: values that override the model's config.
+            adapt: puts LoRA adapters into the model; ``None`` without any.
         """
         if self.options.parameters:
-            return shapes.of_size(self.options.parameters)
+            model = shapes.of_size(self.options.parameters)
+            return model if adapt is None else model.frozen()
         directory = Path(self.options.model) if self.options.model else directory_of(name)
         try:
-            return shapes.read_model(directory, overrides)
+            return shapes.read_model(directory, overrides, adapt)
         except PlanError as error:
             self.refusals.append(error)
             return shapes.of_size("1M")
-
-    def refuse_adapters(self, where: str, key: str, value: object, off: object = 0) -> None:
-        """Refuse a model that has LoRA adapters; the value ``off`` of ``key`` would turn them off.
-
-        ``where`` is framework and version.
-        """
-        if value:
-            said = (
-                f"{where}, {key}={value}: LoRA adapters are not planned: their states are small, "
-                "and the frozen model keeps its parameters alone. Plan the job without them for an "
-                f"upper bound ({key}={off})."
-            )
-            self.refusals.append(PlanError(said))
 
     def in_force(self, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this job."""

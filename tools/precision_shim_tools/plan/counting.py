@@ -21,6 +21,7 @@ class Precision:
         offloaded: share of the optimizer states in the host's memory, from 0 to 1.
         quantized: dtype in which a part of the parameters is stored, with as many bytes.
         offload_keeps_master: whether the GPU keeps a copy of the fp32 masters that are on the host.
+        frozen: dtype of frozen parameters; empty if it is that of the others.
     """
 
     params: str
@@ -34,6 +35,7 @@ class Precision:
     offloaded: float = 0.0
     quantized: str = ""
     offload_keeps_master: bool = True
+    frozen: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,10 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Plann
     gradients = "grad_buckets" if precision.buckets else "grad_copies"
     times = 1 + SIZES["fp32"] // SIZES[precision.gradients] if precision.sums else 1
     sharded_gradients = sharded and not precision.buckets
+    still = precision.frozen or precision.params
     held = {
         "params": _held(share, trainable, precision.params, share.params_sharded),
-        "frozen": _held(share, share.frozen, precision.params, share.params_sharded),
+        "frozen": _held(share, share.frozen, still, share.params_sharded),
         gradients: _held(share, times * trainable, precision.gradients, sharded_gradients),
         "master": _held(share, masters, precision.master, sharded, gone),
         "exp_avg": _held(share, left, precision.exp_avg, sharded, gone),

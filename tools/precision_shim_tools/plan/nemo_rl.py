@@ -246,9 +246,12 @@ def _flags(
         yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 
 
-def _refuse_adapters(job: Job, section: Mapping[str, Any], key: str) -> None:
-    enabled = "true" if _of(section, key).get("enabled") else ""
-    job.refuse_adapters(_where(), f"{key}.enabled", enabled, "false")
+def _adapt(lora: Mapping[str, Any], model: Any) -> Any:
+    """Apply Automodel's LoRA to a model, as NeMo-RL does."""
+    from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
+
+    apply_lora_to_linear_modules(model, PeftConfig.from_dict(lora))
+    return model
 
 
 def _on_megatron(
@@ -256,8 +259,8 @@ def _on_megatron(
 ) -> Plannable:
     where = f"{key}.megatron_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(job, cfg, f"{where}.peft")
     trains = not subject.startswith("teacher")
+    lora = reader.read_lora(section, "megatron_cfg.peft") if trains else {}
     ddp = f"{where}.distributed_data_parallel_config"
     buckets = _of(cfg, ddp)
     if buckets.get("use_custom_fsdp") or buckets.get("use_megatron_fsdp"):
@@ -285,6 +288,7 @@ def _on_megatron(
         gathers=GATHER in look(f"{SETUP}:_create_megatron_config").names,
         illegal=tuple(_flags(optimizer, section["precision"], key, subject)) if trains else (),
         unscaled="the first fp16 overflow ends the job, by check_for_nan_in_grad",
+        lora=lora,
     )
 
 
@@ -293,8 +297,15 @@ def _on_dtensor(
 ) -> Plannable:
     where = f"{key}.dtensor_cfg"
     cfg = _of(section, where)
-    _refuse_adapters(job, cfg, f"{where}.lora_cfg")
     trains = not subject.startswith("teacher")
+    lora = reader.read_lora(section, "dtensor_cfg.lora_cfg") if trains else {}
+    illegal = []
+    if lora and not cfg.get("_v2"):
+        fault, remedy = (
+            "NeMo-RL makes LoRA adapters only with Automodel",
+            f"Write {where}._v2=true.",
+        )
+        illegal.append(Problem("lora", subject, f"{where}.lora_cfg.enabled", fault, remedy))
     precision = name_of(DTYPES[section["precision"]])
     scaled: tuple[Decided, ...] = ()
     if trains:
@@ -323,7 +334,11 @@ def _on_dtensor(
     keys["dtype"] = f"{key}.hf_config_overrides.dtype=float32"
     return ShardedModel(
         subject,
-        job.model(section.get("model_name"), section.get("hf_config_overrides")),
+        job.model(
+            section.get("model_name"),
+            section.get("hf_config_overrides"),
+            partial(_adapt, lora) if lora else None,
+        ),
         world,
         # NeMo-RL loads weights in float32 unless this key has a dtype; it computes in precision.
         name_of(stored or torch.float32),
@@ -331,10 +346,12 @@ def _on_dtensor(
         compute=precision,
         optimizer=name if trains else "",
         options=options,
+        adapters="fp32" if lora else "",  # whatever lora_dtype says
         lr=learning_rate(options),
         decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
         wrote=tuple(reader.written(section, key)),
+        illegal=tuple(illegal),
         keys=keys,
     )

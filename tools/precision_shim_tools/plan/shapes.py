@@ -11,7 +11,7 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
@@ -43,11 +43,13 @@ class Weight:
     Attributes:
         name: the parameter's name in transformers, with ``*`` in place of an expert's number.
         repeated: number of equal parameters.
+        trains: whether the job trains the parameter, if it trains the model.
     """
 
     name: str
     shape: tuple[int, ...]
     repeated: int = 1
+    trains: bool = True
 
     @property
     def numel(self) -> int:
@@ -64,6 +66,7 @@ class Model:
         source: the file from which the names and shapes were read.
         tied: whether the output layer shares its weight with the embedding.
         kept: names of the modules whose parameters transformers loads in fp32 into a 16-bit model.
+        note: what is not counted; may be empty.
     """
 
     weights: tuple[Weight, ...]
@@ -71,6 +74,7 @@ class Model:
     source: str = ""
     tied: bool = False
     kept: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def parameters(self) -> int:
@@ -86,8 +90,41 @@ class Model:
         """Number of routed experts of a layer; 0 for a dense model."""
         return self.number(*_EXPERT_COUNTS)
 
+    def frozen(self) -> Model:
+        """The model without trained parameters, as beneath adapters that are yet to be added."""
+        note = "not counted: the LoRA adapters, whose size --parameters does not say; --model does"
+        weights = tuple(replace(weight, trains=False) for weight in self.weights)
+        return replace(self, weights=weights, note="" if self.config else note)
 
-def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
+
+Adapt = Callable[[Any], Any]
+"""Puts LoRA adapters into a model of transformers, and freezes the rest, as a worker does."""
+
+
+def with_peft(asked: Mapping[str, Any], model: Any, *, value_head: bool = False) -> Any:
+    """Apply peft's LoRA to a model.
+
+    Args:
+        asked: LoraConfig's arguments, or only the ``path`` of trained adapters.
+        model: a model of transformers.
+        value_head: whether a value head replaces its output layer; adapters freeze it, too.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    path = asked.get("path")
+    config = LoraConfig.from_pretrained(path) if path else LoraConfig(**asked)
+    config.inference_mode = False
+    if value_head:
+        width = model.get_output_embeddings().weight.shape[1]
+        model.set_output_embeddings(torch.nn.Linear(width, 1, bias=False))
+        model.get_output_embeddings = lambda: None  # "all-linear" leaves an output layer out
+    return get_peft_model(model, config)
+
+
+def read_model(
+    directory: Path, overrides: Mapping[str, Any] | None = None, adapt: Adapt | None = None
+) -> Model:
     """Read the model in the directory of a ``config.json``, whose values ``overrides`` replaces.
 
     Raises:
@@ -101,7 +138,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
             f"{path}: cannot be read ({error}); expected a model's config. Name its directory with "
             "--model, or its size with --parameters."
         ) from error
-    return from_config(config, str(path))
+    return from_config(config, str(path), adapt)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,23 +160,26 @@ def is_router(name: str) -> bool:
     return bool(_ROUTER.search(name))
 
 
-_built: dict[str, Model] = {}
+_built: dict[tuple[str, Adapt | None], Model] = {}
 """Maps configs as JSON to their models: a job has several of one config, and a build takes time."""
 
+_ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
+"""What peft adds to the names of the parameters that it freezes."""
 
-def from_config(config: Mapping[str, Any], where: str) -> Model:
+
+def from_config(config: Mapping[str, Any], where: str, adapt: Adapt | None = None) -> Model:
     """Build a model on torch's meta device from a Hugging Face config that stands in ``where``.
 
     Raises:
-        PlanError: transformers cannot build the model.
+        PlanError: transformers cannot build the model, or it cannot get the adapters.
     """
-    text = json.dumps(config, sort_keys=True, default=repr)
-    if text not in _built:
-        _built[text] = _build(config, where)
-    return replace(_built[text], source=f"{where}, built on the meta device")
+    key = json.dumps(config, sort_keys=True, default=repr), adapt
+    if key not in _built:
+        _built[key] = _build(config, where, adapt)
+    return replace(_built[key], source=f"{where}, built on the meta device")
 
 
-def _build(config: Mapping[str, Any], where: str) -> Model:
+def _build(config: Mapping[str, Any], where: str, adapt: Adapt | None) -> Model:
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     kind = str(written.pop("model_type", ""))
     try:
@@ -147,7 +187,8 @@ def _build(config: Mapping[str, Any], where: str) -> Model:
         from transformers import AutoConfig
 
         made = AutoConfig.for_model(kind, **written)
-        kinds = _kinds(made) if kind in _LAYERS_IN_CONFIG.split() else []
+        # LoRA's keys may name single layers.
+        kinds = _kinds(made) if kind in _LAYERS_IN_CONFIG.split() and adapt is None else []
         with torch.device("meta"):
             model = _class_of(made).from_config(_of_first_layers(made, kinds) if kinds else made)
     except Exception as error:  # transformers is missing, or its code for a model fails
@@ -155,14 +196,25 @@ def _build(config: Mapping[str, Any], where: str) -> Model:
             f"{where}: transformers cannot build a model of model_type={kind!r} "
             f"({said(error)}). Name the model's size with --parameters."
         ) from error
-    counted = Counter(
-        (_EXPERT.sub(".experts.*.", name), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-    )
-    built = [Weight(name, shape, number) for (name, shape), number in counted.items()]
-    weights = tuple(_repeated(built, kinds))
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output is not None and output.weight is embedding.weight
+    try:
+        with torch.device("meta"):
+            model = model if adapt is None else adapt(model)
+    except Exception as error:  # peft and others refuse targets with various errors
+        raise PlanError(
+            f"{where}: its model cannot get the LoRA adapters ({said(error)}). Correct their keys, "
+            "or plan in the environment of the job."
+        ) from error
+    parameters = ((_ADAPTED.sub("", name), one) for name, one in model.named_parameters())
+    counted = Counter(
+        (_EXPERT.sub(".experts.*.", name), tuple(one.shape), one.requires_grad)
+        for name, one in parameters
+    )
+    built = [
+        Weight(name, shape, number, trains) for (name, shape, trains), number in counted.items()
+    ]
+    weights = tuple(_repeated(built, kinds))
     names = [weight.name for weight in weights]
     marks = sorted(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     patterns = {mark: mark.replace("*", ".*") for mark in marks}

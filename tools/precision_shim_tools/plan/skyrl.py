@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import versioned
+from precision_shim.adapting import look, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.effect import values_of
@@ -33,7 +33,7 @@ from .megatron.sizes import read_sizes
 from .record import Decided
 from .request import Plannable, Request, read_request
 from .rollout import listed, predict_sides
-from .shapes import Model
+from .shapes import Model, with_peft
 from .torch_optimizer import UNSCALED, ShardedModel, scaling
 from .values import no_section, not_built, number, said
 
@@ -178,14 +178,14 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[tuple[str, Callable[
     absent = _absent(trainer)
     for role in (role for role in ("policy", "ref", "critic") if role not in absent):
         section = getattr(trainer, role)
-        rank = getattr(getattr(section.model, "lora", None), "rank", 0)
-        if role != "ref":
-            job.refuse_adapters(_where(), f"trainer.{role}.model.lora.rank", rank)
         path = section.model.path or trainer.policy.model.path
-        model = job.model(path)
+        on_megatron = strategy == "megatron" and role != "critic"
+        lora = reader.read_lora(trainer, role)
+        adapt = partial(with_peft, lora, value_head=role == "critic")
+        model = job.model(path, adapt=adapt if lora and not on_megatron else None)
         shares = role == "policy" or trainer.placement.colocate_all
         gpus = world if shares else _count(trainer.placement, role)
-        read = _on_megatron if strategy == "megatron" and role != "critic" else _on_fsdp
+        read = _on_megatron if on_megatron else _on_fsdp
         yield role, partial(read, job, trainer, role, model, gpus)
 
 
@@ -212,8 +212,10 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         heads = model.number("num_nextn_predict_layers")
     # SkyRL builds a reference model with the policy's DDP config.
     ddp_config = trainer.policy.megatron_config.ddp_config
+    lora = reader.read_lora(trainer, role)
+    stored = bool(lora) and look(reader.ADAPTER_STORE).found
     requested = replace(
-        reader.read_requested(trainer, "policy", ddp_config, heads=heads),
+        reader.read_requested(trainer, "policy", ddp_config, heads=heads, adapters=stored),
         subject=role,
         trains=role == "policy",
     )
@@ -239,6 +241,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         layers=layers,
         layers_key=f"{key}.{reader.LAYERS}.{{}}",
         gathers=any(getattr(ddp_config, name, False) for name in GATHERS),
+        lora=lora,
         unread=() if requested.trains else tuple(reader.not_read_by_megatron(trainer, role)),
     )
 
@@ -304,7 +307,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         optimizer="AdamW" if trains else "",
         decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
-        value_head=role == "critic",
+        value_head=role == "critic" and not reader.read_lora(trainer, role),
         wrote=tuple(reader.of_fsdp(trainer, role)),
         illegal=_mixed(role, model) if low else (),
         notes=tuple(filter(None, [unscaled])),

@@ -55,6 +55,7 @@ class ShardedModel:
             torch's; empty for a model that is not trained.
         options: the optimizer's keyword arguments.
         moments: dtype of both moments; empty if it is that of the parameters.
+        adapters: dtype of trained LoRA adapters; empty if it is ``dtype``.
         lr: learning rate; 0 if small updates are not lost, as with stochastic rounding.
         offload: whether parameters, gradients and states are in the host's memory.
         value_head: whether the output layer is a value head with one output.
@@ -79,6 +80,7 @@ class ShardedModel:
     optimizer: str = "AdamW"
     options: Mapping[str, Any] = field(default_factory=dict)
     moments: str = ""
+    adapters: str = ""
     lr: float = 0.0
     offload: bool = False
     value_head: bool = False
@@ -110,11 +112,11 @@ class ShardedModel:
                 "Write sizes that divide it."
             )
         (counted,) = layout.count(self.model, sizes, value_head=self.value_head)
-        group, dtype, numel = self.group, self.dtype, (counted.dense, 0)
+        group, dtype, numel = self.group, self.trained, (counted.dense, counted.frozen)
         moments = self.moments or dtype
-        precision = Precision(dtype, dtype, "", moments, moments, buckets=False)
+        precision = Precision(dtype, dtype, "", moments, moments, buckets=False, frozen=self.dtype)
         if not name:
-            precision, numel = Precision(dtype, buckets=False), (0, counted.dense)
+            precision, numel = Precision(self.dtype, buckets=False), (0, sum(numel))
         share = Share(*numel, group, self.world // group, group > 1, group > 1)
         whole = part("model", share, precision, name)
         if self.offload:
@@ -128,7 +130,7 @@ class ShardedModel:
             self.decisions,
             stages,
             stages,
-            (*self.notes, *self._tensor_parallel()),
+            (*self.notes, *self._tensor_parallel(), *filter(None, [self.model.note])),
             self.model.source,
             self.compute,
             self.reduce if name else "",
@@ -148,9 +150,9 @@ class ShardedModel:
                 yield Problem("key", self.subject, f"{place}.{key}", fault, remedy)
 
     def _warnings(self) -> tuple[str, ...]:
-        if not (self.optimizer and self.lr) or self.dtype == "fp32":
+        if not (self.optimizer and self.lr) or self.trained == "fp32":
             return ()
-        lost, most = without_masters(self.lr, self.dtype)
+        lost, most = without_masters(self.lr, self.trained)
         remedy = f"There are no fp32 masters: {self.keys['dtype']} keeps the parameters in fp32"
         return (f"{lost}. {remedy}",) if most else ()
 
@@ -165,6 +167,11 @@ class ShardedModel:
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """Return nothing, because the shim has no cheaper settings for torch's optimizers."""
         return ()
+
+    @property
+    def trained(self) -> str:
+        """The dtype in which the trained parameters are stored."""
+        return self.adapters or self.dtype
 
     @property
     def group(self) -> int:

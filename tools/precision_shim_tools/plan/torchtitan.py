@@ -250,7 +250,7 @@ def built(spec: Any) -> Model:
     """Names and shapes of the weights of torchtitan's own model.
 
     Raises:
-        PlanError: the model cannot be built on the meta device, or has frozen parameters.
+        PlanError: the model cannot be built on the meta device.
     """
     import torch
 
@@ -262,13 +262,8 @@ def built(spec: Any) -> Model:
             f"{_where()}: its model cannot be built on the meta device "
             f"({type(error).__name__}: {error}). Name its size with --parameters."
         ) from error
-    weights = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            raise PlanError(
-                f"{_where()}: {name} of its model is frozen, as beside LoRA adapters, which are "
-                "not planned: their states are small, and the frozen model keeps its parameters "
-                "alone. Plan the config without the converter for an upper bound."
-            )
-        weights.append(Weight(name, tuple(parameter.shape)))
+    weights = (
+        Weight(name, tuple(one.shape), trains=one.requires_grad)
+        for name, one in model.named_parameters()
+    )
     return Model(tuple(weights), {}, "torchtitan's model, built on the meta device")

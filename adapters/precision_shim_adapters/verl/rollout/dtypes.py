@@ -83,9 +83,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 
 def _reference(ref: ModelConfig, trainer: Engine | None) -> Iterator[Engine]:
-    model = ref.model
-    lora = model.get("lora_rank") or _section(model, "lora").get("rank")
-    if ref.unbuilt or lora or model.get("lora_adapter_path"):  # LoRA needs no reference model
+    if ref.unbuilt:
         return
     if ref.legacy and ref.strategy == "megatron" and trainer is not None:
         # 0.7.1's legacy workers build the reference model in the actor's dtype.

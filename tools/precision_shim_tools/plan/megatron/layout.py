@@ -56,7 +56,7 @@ def _faults(sizes: Sizes, model: Model, shared: bool) -> Iterator[tuple[str, str
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_OTHER_MODEL = re.compile(
+OTHER_MODEL = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|vision|audio_tower|audio|multi_modal_projector"
     r"|mm_projector|embed_vision)\."
 )
@@ -64,7 +64,7 @@ _OTHER_MODEL = re.compile(
 
 def layer_of(name: str) -> int | None:
     """The index of a parameter's layer; ``None`` outside the layers of the text model."""
-    match = None if _OTHER_MODEL.search(name) else _LAYER.search(name)
+    match = None if OTHER_MODEL.search(name) else _LAYER.search(name)
     return int(match.group(1)) if match else None
 
 
@@ -117,32 +117,33 @@ _COLUMN = (
     *("gate_proj", "up_proj", "gate_up_proj", "gate_up_proj_bias", "fc1", "w1", "w3", "c_fc"),
     *("wq", "wk", "wv"),
     *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
-    *("in_proj_a", "in_proj_b"),
+    *("in_proj_a", "in_proj_b", "linear_in", "linear_out"),
 )
 """Column-parallel layers: tensor parallelism splits the outputs of the weight, and the bias."""
 
 _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
 """Row-parallel layers: tensor parallelism splits the inputs of the weight; the bias stays whole."""
 
-_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in")
-_OUTPUTS = ("lm_head", "embed_out")
-_VOCABULARY = (*_EMBEDDINGS, *_OUTPUTS, "output")
+EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in")
+OUTPUTS = ("lm_head", "embed_out")
+_VOCABULARY = (*EMBEDDINGS, *OUTPUTS, "output")
 _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
 """Modules after the last layer; the last pipeline stage contains them and the output layer."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:
     """Number of a parameter's elements on one rank of the parameter's pipeline stage."""
-    word = _word(weight.name)
-    if _is_expert(weight.name):
+    word = word_of(weight.name)
+    if is_expert(weight.name):
         ways = 1 if word == "down_proj_bias" else sizes.experts_tensor
         return weight.numel // (sizes.expert * ways)
     split = word in _VOCABULARY or word in _COLUMN or (word in _ROW and len(weight.shape) > 1)
-    whole = not split or _OTHER_MODEL.search(weight.name)
+    whole = not split or OTHER_MODEL.search(weight.name)
     return weight.numel if whole else weight.numel // sizes.tensor
 
 
-def _is_expert(name: str) -> bool:
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to routed experts, by its name."""
     return ".experts." in name or name.startswith("experts.")
 
 
@@ -179,22 +180,23 @@ def count(
     dense, experts, still = ([0] * sizes.pipeline for _ in range(3))
     last = sizes.pipeline - 1
     for weight in model.weights:
-        layer, word = layer_of(weight.name), _word(weight.name)
+        layer, word = layer_of(weight.name), word_of(weight.name)
         if layer is not None:
             stages = [stage_of[layer]] if layer in stage_of else []  # none: multi-token prediction
-        elif value_head and word in (*_OUTPUTS, "score", "v_head"):
+        elif value_head and word in (*OUTPUTS, "score", "v_head"):
             stages = []
         else:
-            at_end = word in (*_LAST, *_OUTPUTS) and not _OTHER_MODEL.search(weight.name)
+            ends = {*_LAST, *OUTPUTS}.intersection(weight.name.split("."))
+            at_end = bool(ends) and not OTHER_MODEL.search(weight.name)
             stages = [last if at_end else 0]
-            if word in _EMBEDDINGS and model.tied and last and not value_head:
+            if word in EMBEDDINGS and model.tied and last and not value_head:
                 stages.append(last)  # the last stage has its own copy of tied weights
         for stage in stages:
             numel = rank_numel(weight, sizes)
-            if _is_expert(weight.name) and sizes.expert > 1:
-                experts[stage] += numel
-            elif frozen_routers and is_router(weight.name):
+            if not weight.trains or (frozen_routers and is_router(weight.name)):
                 still[stage] += numel
+            elif is_expert(weight.name) and sizes.expert > 1:
+                experts[stage] += numel
             else:
                 dense[stage] += numel
     if value_head:
@@ -203,14 +205,21 @@ def count(
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
-    dense = sum(weight.numel for weight in model.weights if not _is_expert(weight.name))
-    experts = sum(weight.numel for weight in model.weights if _is_expert(weight.name))
+    dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
+    experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))
     theirs = -(-experts // (sizes.experts_tensor * sizes.expert * sizes.pipeline))
     apart = sizes.expert > 1
     stage = StageCount(own if apart else own + theirs, theirs if apart else 0)
+    if not all(weight.trains for weight in model.weights):
+        stage = StageCount(frozen=own + theirs)
     return [stage] * sizes.pipeline
 
 
-def _word(name: str) -> str:
+_FACTOR = re.compile(r"\.lora_[AB](\.default)?(?=\.)")
+
+
+def word_of(name: str) -> str:
+    """The module of a parameter; of a factor of an adapter the module that it adapts."""
+    name = _FACTOR.sub("", name)
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]

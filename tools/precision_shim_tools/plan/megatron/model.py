@@ -41,7 +41,7 @@ from ..counting import Precision, Share, part
 from ..record import Decided, ModelPlan, Stage, unknown_keys
 from ..request import Rules, Variant
 from ..shapes import Model
-from . import cheaper, layout
+from . import cheaper, layout, lora
 from .sizes import Sizes
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
@@ -86,6 +86,7 @@ class MegatronModel:
         unread: dtype keys of a model without an optimizer that may have no effect.
         unscaled: what goes wrong in fp16 without the shim.
         fsdp: with Megatron-FSDP, the user's ``megatron_fsdp_main_grads_dtype``, or ``""``.
+        lora: Megatron-Bridge's arguments for LoRA adapters; empty without any.
         alone: what the framework itself refuses, without the shim.
     """
 
@@ -111,6 +112,7 @@ class MegatronModel:
     unread: Sequence[Written] = ()
     unscaled: str = ""
     fsdp: str | None = None
+    lora: Mapping[str, Any] = field(default_factory=dict)
     alone: tuple[Problem, ...] = ()
     on_megatron: ClassVar[bool] = True
 
@@ -167,6 +169,10 @@ class MegatronModel:
                 f"{self.requested.where}: {self.subject}: its layout cannot be computed: {fault}. "
                 "Write sizes that divide it."
             )
+        if self.lora:
+            where = f"{self.requested.where}: {self.subject}"
+            model = lora.adapted(self.model, self.lora, self.sizes, where)
+            return replace(self, model=model, lora={}).plan(job, rules)
         now = in_force(job, support_of(rules.transformer_engine))
         problems = [*self.illegal, *_illegal_fields(self, coerces=now.coerces)]
         if any(problem.code == "dtype" for problem in problems):
@@ -195,7 +201,7 @@ class MegatronModel:
             () if with_shim is None else tuple(_decisions(self, with_shim, job)),
             _stages(self, without),
             _stages(self, with_shim),
-            (*self.notes, *_notes(self, with_shim)),
+            (*self.notes, *_notes(self, with_shim), *filter(None, [self.model.note])),
             self.model.source,
             name_of(self.dtype),
             format=str(self._format or ""),
@@ -482,7 +488,7 @@ def _stages(asked: MegatronModel, side: Side | None) -> tuple[Stage, ...]:
     if side is None:
         precision = Precision(name_of(asked.dtype), quantized=asked.quantized)
         made, name, distributed = precision, "", True
-        counts = [layout.StageCount(0, 0, one.dense + one.experts + one.frozen) for one in counts]
+        counts = [layout.StageCount(frozen=one.dense + one.experts + one.frozen) for one in counts]
     else:
         made = _precision(asked, side)
         name = str(side.fields.get("optimizer", asked.requested.optimizer))

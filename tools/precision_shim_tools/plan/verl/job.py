@@ -34,7 +34,7 @@ from ..megatron.sizes import read_sizes
 from ..record import Decided
 from ..request import Plannable, Request, read_request
 from ..rollout import listed, predict_sides
-from ..shapes import Model
+from ..shapes import Model, with_peft
 from ..torch_optimizer import ShardedModel, learning_rate, scaling
 from ..values import mapping, number_of
 from . import sections
@@ -138,9 +138,6 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
             f"{', '.join(verls.ENGINES)}. Plan the job with one of these."
         )
     own, place = section.model, section.model_key
-    adapters = {f"{place}.lora_rank": own, f"{place}.lora.rank": inner(own, f"{place}.lora")}
-    for key, keys in adapters.items():
-        job.refuse_adapters(_where(), key, _number(keys, key, 0))
     written = inner(own, f"{place}.override_config")
     others = ("moe_config", "attn_implementation", "model_config")
     overrides = written.get("model_config") or {
@@ -149,15 +146,43 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
     shapes = job.model(
         own.get("hf_config_path") or own.get("path"),
         {key: value for key, value in overrides.items() if value is not None},
+        partial(with_peft, section.lora, value_head=section.subject == "critic")
+        if section.lora and section.sharded
+        else None,
     )
     acts = job.in_force(DISPATCH, GROUP)
     illegal = tuple(sections.unknown(section, dispatches=acts))
+    illegal, unread = (*illegal, *_unbridged(section)), tuple(_not_adapted(section))
     if section.strategy == "megatron":
         spelled = tuple(sections.check_megatron(section))
         alone = (*sections.unknown(section, dispatches=False), *spelled)
         illegal += () if job.in_force(COERCION, GROUP) else spelled
-        return replace(_on_megatron(section, shapes, gpus, illegal), alone=alone)
-    return _sharded(job, section, shapes, gpus, illegal)
+        made = _on_megatron(section, shapes, gpus, illegal)
+        return replace(made, alone=alone, notes=(*made.notes, *unread))
+    sharded = _sharded(job, section, shapes, gpus, illegal)
+    return replace(sharded, notes=(*sharded.notes, *unread))
+
+
+def _unbridged(section: ModelConfig) -> Iterator[Problem]:
+    """Yield a problem if LoRA adapters need Megatron-Bridge, and the engine uses another bridge."""
+    key = f"{section.engine_key}.vanilla_mbridge"
+    if section.lora and not section.sharded and not _bridges(section):
+        fault = "verl makes LoRA adapters on Megatron with Megatron-Bridge only"
+        remedy = f"Write {section.engine_key}.use_mbridge=True and {key}=False."
+        yield Problem("lora", section.subject, key, fault, remedy)
+
+
+def _not_adapted(section: ModelConfig) -> Iterator[str]:
+    """Yield a note on each key of LoRA adapters that the model's engine does not read."""
+    place = section.model_key
+    sections = {"lora_rank": section.model, "lora.rank": inner(section.model, f"{place}.lora")}
+    for name, keys in sections.items():
+        key = f"{place}.{name}"
+        if _number(keys, key, 0) and not section.lora:
+            yield (
+                f"{key}: {_where()}'s {section.strategy} engine does not read it, and trains the "
+                "whole model"
+            )
 
 
 def _on_megatron(
@@ -210,6 +235,7 @@ def _on_megatron(
         gathers=any(ddp.get(name) for name in GATHERS),
         unscaled="the first fp16 overflow ends the job with NotImplementedError",
         fsdp=str(ddp.get(FSDP_GRADS) or "") if engine.get("use_megatron_fsdp") else None,
+        lora=section.lora,
     )
 
 
@@ -238,8 +264,13 @@ def _bucket(section: ModelConfig, requested: RequestedConfig) -> bool:
         return False
     if resolver.found and "use_low_precision_main_grads" in resolver.names:
         return True
+    return not _bridges(section)
+
+
+def _bridges(section: ModelConfig) -> bool:
+    """Whether Megatron-Bridge builds the model."""
     engine = section.engine
-    return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
+    return bool(engine.get("use_mbridge")) and engine.get("vanilla_mbridge") is False
 
 
 def _sharded(
@@ -248,7 +279,7 @@ def _sharded(
     model: Model,
     gpus: tuple[int, str],
     illegal: tuple[Problem, ...],
-) -> Plannable:
+) -> ShardedModel:
     engine, optim, trains, place = section.engine, section.optim, section.trains, section.engine_key
     for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
         if (engine.get(degree) or 1) != 1:
@@ -313,10 +344,11 @@ def _sharded(
         reduce=name_of(reduce) if reduce else "",
         optimizer=module + name,
         options=options,
+        adapters=name_of(section.lora_dtype) if section.lora else "",
         lr=learning_rate({**optim, **options}),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
-        value_head=section.subject == "critic",
+        value_head=section.subject == "critic" and not section.lora,
         keys=keys,
         wrote=(*section.written(_ADDED), *sections.overridden(section)),
         illegal=illegal,
