@@ -179,13 +179,13 @@ def free_ports(count):
 def drive(tmp_path, cluster):
     """Return a function that runs a driver on the cluster and returns the driver's ``found``."""
 
-    def run(body, address="", **variables):
+    def run(body, address="", *arguments, **variables):
         program = tmp_path / "driver.py"
         end = '\nray.shutdown()\nprint("FOUND", json.dumps(found))\n'
         program.write_text(DRIVER + body + end)
         for _ in range(3):  # Ray allows a node only 30 seconds to start, too few on a busy machine
             done = subprocess.run(
-                [sys.executable, str(program), address or cluster.gcs],
+                [sys.executable, str(program), address or cluster.gcs, *arguments],
                 env=environment(**variables),
                 capture_output=True,
                 text=True,
@@ -322,21 +322,28 @@ found.update(task=task(), job=ray.get_runtime_context().runtime_env)
     assert not found["task"]["enabled"]
 
 
-def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
-    """A wrapped symbol pickles by reference, so the worker unpickles its own wrapped symbol."""
-    (tmp_path / "small.py").write_text("def scale(value):\n    return 2 * value\n")
-    (tmp_path / "small_shim.py").write_text(
+def a_framework(folder, code):
+    """Write a package ``small`` and its adapter."""
+    (folder / "small.py").write_text(code)
+    (folder / "small_shim.py").write_text(
         "from precision_shim.adapting import Adapter, collect, seam\n"
         "@seam('small:scale', 'fp16-scaling', why='to be seen')\n"
         "def negate(call):\n    return -call.proceed()\n"
-        "ADAPTER = Adapter('small', 'small', ('small',), ('1',), collect(negate))\n"
+        "ADAPTER = Adapter(\n"
+        "    'small', 'small', ('small',), ('1',), collect(negate), actors='small[.]'\n"
+        ")\n"
     )
-    info = tmp_path / "small-1.dist-info"
+    info = folder / "small-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: small\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
         "[precision_shim.adapters]\nsmall = small_shim:ADAPTER\n"
     )
+
+
+def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
+    """A wrapped symbol pickles by reference, so the worker unpickles its own wrapped symbol."""
+    a_framework(tmp_path, "def scale(value):\n    return 2 * value\n")
     body = """
 def program():
     from small import scale
@@ -352,6 +359,79 @@ found.update(driver=work(1), worker=ray.get(ray.remote(work).remote(1)))
     on = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", "PYTHONPATH": str(tmp_path)}
     found = drive(body, **on)
     assert found["driver"] == found["worker"] == [-2, "SeamWrapper"]
+
+
+def test_the_driver_tells_of_a_worker_without_the_shim(drive, tmp_path):
+    a_framework(
+        tmp_path,
+        "import ray\n"
+        "def scale(value):\n    return value\n"
+        "@ray.remote(num_cpus=0)\n"
+        "class Worker:\n"
+        "    def name(self):\n        return 'an actor'\n"
+        "@ray.remote(num_cpus=0)\n"
+        "def work():\n    return 'a task'\n",
+    )
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "sitecustomize.py").write_text("import sys\nsys.modules['precision_shim'] = None\n")
+    body = """
+import concurrent.futures, warnings
+import small
+from precision_shim.process import session
+
+told = []
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, *_: told.append(str(message))
+precision_shim.install(strict=True)
+names = ((ray.actor.ActorClass, "_remote"), (ray.remote_function.RemoteFunction, "_remote"))
+ours = [getattr(*one) for one in (*names, (ray, "get"))]
+precision_shim.uninstall()
+before = [getattr(*one) for one in (*names, (ray, "get"))]
+assert [one.__wrapped__ for one in ours] == before
+ray.init(**HERE)
+
+def start(*kinds, strict=False, **env_vars):
+    env = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", **env_vars}
+    said = []
+    for kind in kinds:
+        told.clear()
+        precision_shim.install(strict=strict)
+        one = kind.options(runtime_env={"env_vars": env}).remote()
+        try:
+            result = ray.get(one.name.remote() if kind is small.Worker else one)
+        except precision_shim.PartialInstallationError as error:
+            result = f"error: {error}"
+        concurrent.futures.wait(tuple(session._current.actors._waiting))
+        said.append([result, *told])
+        precision_shim.uninstall()
+    return said
+
+package = {"PYTHONPATH": sys.argv[2]}
+found.update({
+    "with": start(small.Worker, small.work, strict=True),
+    "off": start(small.Worker, PRECISION_SHIM="0"),
+    "variable": start(small.Worker, PRECISION_SHIM=""),
+    "package": start(small.Worker, small.work, **package),
+    "strict": start(small.Worker, strict=True, **package),
+})
+assert [getattr(*one) for one in (*names, (ray, "get"))] == before
+"""
+    on = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", "PYTHONPATH": str(tmp_path)}
+    found = drive(body, "", f"{without}{os.pathsep}{tmp_path}", **on)
+    assert (found["with"], found["off"]) == ([["an actor"], ["a task"]], [["an actor"]])
+    lacking = "its environment lacks the package"
+    ((actor, told),) = found["variable"]
+    assert (actor, "it has no PRECISION_SHIM" in told) == ("an actor", True)
+    (actor, told), (task, other) = found["package"]
+    assert (actor, task) == ("an actor", "a task")
+    assert ": small.Worker, which" in told
+    assert lacking in told
+    assert ": small.work, which" in other
+    assert lacking in other
+    ((error,),) = found["strict"]
+    assert error.startswith("error: ")
+    assert lacking in error
 
 
 @pytest.mark.skipif(not DASHBOARD, reason="needs ray[default], for the dashboard")
