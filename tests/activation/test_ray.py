@@ -376,7 +376,7 @@ def test_the_driver_tells_of_a_worker_without_the_shim(drive, tmp_path):
     without.mkdir()
     (without / "sitecustomize.py").write_text("import sys\nsys.modules['precision_shim'] = None\n")
     body = """
-import concurrent.futures, warnings
+import time, warnings
 import small
 from precision_shim.process import session
 
@@ -402,7 +402,8 @@ def start(*kinds, strict=False, **env_vars):
             result = ray.get(one.name.remote() if kind is small.Worker else one)
         except precision_shim.PartialInstallationError as error:
             result = f"error: {error}"
-        concurrent.futures.wait(tuple(session._current.actors._waiting))
+        while session._current.actors._waiting:
+            time.sleep(0.05)
         said.append([result, *told])
         precision_shim.uninstall()
     return said
@@ -420,9 +421,9 @@ assert [getattr(*one) for one in (*names, (ray, "get"))] == before
     on = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", "PYTHONPATH": str(tmp_path)}
     found = drive(body, "", f"{without}{os.pathsep}{tmp_path}", **on)
     assert (found["with"], found["off"]) == ([["an actor"], ["a task"]], [["an actor"]])
-    lacking = "its environment lacks the package"
+    lacking = "(PRECISION_SHIM=1, the package is not installed there; "
     ((actor, told),) = found["variable"]
-    assert (actor, "it has no PRECISION_SHIM" in told) == ("an actor", True)
+    assert (actor, "(PRECISION_SHIM=unset; " in told) == ("an actor", True)
     (actor, told), (task, other) = found["package"]
     assert (actor, task) == ("an actor", "a task")
     assert ": small.Worker, which" in told

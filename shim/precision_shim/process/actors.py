@@ -39,7 +39,7 @@ class Actors:
         self._strict = strict
         self._watcher = Watcher(self._wrap)
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
-        self._waiting: set[concurrent.futures.Future[Any]] = set()
+        self._waiting: dict[concurrent.futures.Future[Any], str] = {}
         self._tasks: set[str] = set()
         self._told = ""
 
@@ -104,31 +104,25 @@ class Actors:
         else:
             reference = started.__ray_call__.remote(look)
         answer = reference.future()
-        self._waiting.add(answer)
+        self._waiting[answer] = name
         answer.add_done_callback(functools.partial(self._hear, name))
 
     def _hear(self, name: str, answer: concurrent.futures.Future[Any]) -> None:
-        self._waiting.discard(answer)
-        if self._told or answer.exception() is not None:  # the process has ended
-            return
-        switch, found, version, place = answer.result()
+        if not self._told and answer.exception() is None:  # else the process has ended
+            self._judge(name, *answer.result())
+        self._waiting.pop(answer, None)
+
+    def _judge(self, name: str, switch: str, found: bool, version: str | None, place: str) -> None:
         if version == __version__ or switch in OFF:
             return
-        if version:
-            why = f"it has version {version}. Install one version everywhere"
-        elif not found:
-            why = (
-                "its environment lacks the package. Install precision-shim in the image of each "
-                'node, or by runtime_env={"pip": [...]}; with py_modules, which bring no start-up '
-                "file, the workers have to import precision_shim.autoinstall, too"
-            )
-        elif not switch:
-            why = f"it has no {PREFIX}. Write runtime_env={{'env_vars': {{'{PREFIX}': '1'}}}}"
-        else:
-            why = "it has read no start-up file. Import precision_shim.autoinstall in it"
+        lacks = "" if found else ", the package is not installed there"
+        why = f"version {version}" if version else f"{PREFIX}={switch or 'unset'}{lacks}"
         self._told = (
-            f"precision_shim {__version__}: {name}, which this process started on Ray, runs "
-            f"unpatched ({place}), and perhaps others: {why}, or set {PREFIX}=0 for all."
+            f"precision_shim {__version__}: {name}, which this process started on Ray, and perhaps "
+            f"others run unpatched ({why}; {place}). Install precision-shim in the image of every "
+            'node, or by runtime_env={"pip": [...]} (py_modules bring no start-up file: the '
+            f"workers also have to import precision_shim.autoinstall), and set {PREFIX}=1 in its "
+            f'"env_vars"; or set {PREFIX}=0 for all.'
         )
         if not self._strict:
             _journal.warn_or_say(self._told)
@@ -136,8 +130,9 @@ class Actors:
     def _raise(self) -> None:
         """In strict mode wait for the answers, some time, and raise an error, once."""
         if self._strict and self._wrapped:
-            waiting, self._waiting = self._waiting, set()
-            concurrent.futures.wait(waiting, PATIENCE)
+            waiting, self._waiting = self._waiting, {}
+            for answer in concurrent.futures.wait(waiting, PATIENCE).done:
+                self._hear(waiting[answer], answer)
             told, self._strict = self._told, not self._told
             if told:
                 raise PartialInstallationError(told)
