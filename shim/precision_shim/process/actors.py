@@ -143,12 +143,12 @@ def _looker() -> Callable[..., tuple[str, bool, str | None, str]]:
     def look(*_: object) -> tuple[str, bool, str | None, str]:
         import importlib.util
         import os
-        import socket
+        import platform
         import sys
 
         switch = os.environ.get("PRECISION_SHIM", "").strip().lower()
         found = importlib.util.find_spec("precision_shim") is not None
         version = getattr(sys.modules.get("precision_shim"), "__version__", None)
-        return switch, found, version, f"{sys.executable} on {socket.gethostname()}"
+        return switch, found, version, f"{sys.executable} on {platform.node()}"
 
     return look
