@@ -122,6 +122,7 @@ VERL = _ours(
         "verl.workers.engine.automodel.transformer_impl:AutomodelEngine._build_optimizer",
     ),
     plan="precision_shim_tools.plan.verl.job:plan_job",
+    actors=r"verl\.",
     checkpoints=Checkpoints(
         steps=r"(?:global_step_|step-)(\d+)",  # verl's torchtitan engine writes "step-"
         models=("actor", "critic"),
@@ -160,6 +161,7 @@ SKYRL = _ours(
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
     plan="precision_shim_tools.plan.skyrl:plan_job",
+    actors=r"skyrl\.",
     checkpoints=Checkpoints(
         steps=r"global_step_(\d+)",
         models=("policy", "critic"),
@@ -193,6 +195,8 @@ NEMO_RL = _ours(
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
     plan="precision_shim_tools.plan.nemo_rl:plan_job",
+    # The workers that train, and the actors in their environments that start them.
+    actors=r"nemo_rl\..*\bmodels\.(policy|value)\.",
     checkpoints=Checkpoints(
         steps=r"step_(\d+)",
         models=("policy", "value"),

@@ -179,13 +179,13 @@ def free_ports(count):
 def drive(tmp_path, cluster):
     """Return a function that runs a driver on the cluster and returns the driver's ``found``."""
 
-    def run(body, address="", **variables):
+    def run(body, address="", *arguments, **variables):
         program = tmp_path / "driver.py"
         end = '\nray.shutdown()\nprint("FOUND", json.dumps(found))\n'
         program.write_text(DRIVER + body + end)
         for _ in range(3):  # Ray allows a node only 30 seconds to start, too few on a busy machine
             done = subprocess.run(
-                [sys.executable, str(program), address or cluster.gcs],
+                [sys.executable, str(program), address or cluster.gcs, *arguments],
                 env=environment(**variables),
                 capture_output=True,
                 text=True,
@@ -322,21 +322,28 @@ found.update(task=task(), job=ray.get_runtime_context().runtime_env)
     assert not found["task"]["enabled"]
 
 
-def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
-    """A wrapped symbol pickles by reference, so the worker unpickles its own wrapped symbol."""
-    (tmp_path / "small.py").write_text("def scale(value):\n    return 2 * value\n")
-    (tmp_path / "small_shim.py").write_text(
+def a_framework(folder, code):
+    """Write a package ``small`` and its adapter."""
+    (folder / "small.py").write_text(code)
+    (folder / "small_shim.py").write_text(
         "from precision_shim.adapting import Adapter, collect, seam\n"
         "@seam('small:scale', 'fp16-scaling', why='to be seen')\n"
         "def negate(call):\n    return -call.proceed()\n"
-        "ADAPTER = Adapter('small', 'small', ('small',), ('1',), collect(negate))\n"
+        "ADAPTER = Adapter(\n"
+        "    'small', 'small', ('small',), ('1',), collect(negate), actors='small[.]'\n"
+        ")\n"
     )
-    info = tmp_path / "small-1.dist-info"
+    info = folder / "small-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: small\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
         "[precision_shim.adapters]\nsmall = small_shim:ADAPTER\n"
     )
+
+
+def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
+    """A wrapped symbol pickles by reference, so the worker unpickles its own wrapped symbol."""
+    a_framework(tmp_path, "def scale(value):\n    return 2 * value\n")
     body = """
 def program():
     from small import scale
@@ -352,6 +359,117 @@ found.update(driver=work(1), worker=ray.get(ray.remote(work).remote(1)))
     on = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", "PYTHONPATH": str(tmp_path)}
     found = drive(body, **on)
     assert found["driver"] == found["worker"] == [-2, "SeamWrapper"]
+
+
+def test_the_driver_tells_of_a_worker_without_the_shim(drive, tmp_path):
+    a_framework(
+        tmp_path,
+        "import ray\n"
+        "def scale(value):\n    return value\n"
+        "@ray.remote(num_cpus=0)\n"
+        "class Worker:\n"
+        "    def name(self):\n        return 'an actor'\n"
+        "@ray.remote(num_cpus=0)\n"
+        "def work():\n    return 'a task'\n",
+    )
+    without = tmp_path / "without"
+    without.mkdir()
+    (without / "sitecustomize.py").write_text("import sys\nsys.modules['precision_shim'] = None\n")
+    body = """
+import time, warnings
+import small
+from precision_shim.process import session
+
+told = []
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, *_: told.append(str(message))
+precision_shim.install(strict=True)
+names = ((ray.actor.ActorClass, "_remote"), (ray.remote_function.RemoteFunction, "_remote"))
+ours = [getattr(*one) for one in (*names, (ray, "get"))]
+precision_shim.uninstall()
+before = [getattr(*one) for one in (*names, (ray, "get"))]
+assert [one.__wrapped__ for one in ours] == before
+ray.init(**HERE)
+
+def start(*kinds, strict=False, **env_vars):
+    env = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", **env_vars}
+    said = []
+    for kind in kinds:
+        told.clear()
+        precision_shim.install(strict=strict)
+        one = kind.options(runtime_env={"env_vars": env}).remote()
+        try:
+            result = ray.get(one.name.remote() if kind is small.Worker else one)
+        except precision_shim.PartialInstallationError as error:
+            result = f"error: {error}"
+        while session._current.actors._waiting:
+            time.sleep(0.05)
+        said.append([result, *told])
+        precision_shim.uninstall()
+    return said
+
+package = {"PYTHONPATH": sys.argv[2]}
+found.update({
+    "with": start(small.Worker, small.work, strict=True),
+    "off": start(small.Worker, PRECISION_SHIM="0"),
+    "variable": start(small.Worker, PRECISION_SHIM=""),
+    "package": start(small.Worker, small.work, **package),
+    "strict": start(small.Worker, strict=True, **package),
+})
+assert [getattr(*one) for one in (*names, (ray, "get"))] == before
+"""
+    on = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", "PYTHONPATH": str(tmp_path)}
+    found = drive(body, "", f"{without}{os.pathsep}{tmp_path}", **on)
+    assert (found["with"], found["off"]) == ([["an actor"], ["a task"]], [["an actor"]])
+    lacking = "(PRECISION_SHIM=1, the package is not installed there; "
+    ((actor, told),) = found["variable"]
+    assert (actor, "(PRECISION_SHIM=unset; " in told) == ("an actor", True)
+    (actor, told), (task, other) = found["package"]
+    assert (actor, task) == ("an actor", "a task")
+    assert ": small.Worker, which" in told
+    assert lacking in told
+    assert ": small.work, which" in other
+    assert lacking in other
+    ((error,),) = found["strict"]
+    assert error.startswith("error: ")
+    assert lacking in error
+
+
+def test_actors_that_are_ranks_tell_each_other(drive, tmp_path):
+    """The second group's other rank is an actor without the shim."""
+    pytest.importorskip("torch")
+    body = """
+@ray.remote(num_cpus=0)
+class Rank:
+    def join(self, rank, store):
+        import torch.distributed as dist
+        on = rank == 0 or "PRECISION_SHIM" in os.environ
+        if on:
+            from precision_shim.adapting import check_ranks
+            from precision_shim.process import marks
+            precision_shim.install()
+            marks.PATIENCE = 0.5
+        where = f"file://{store}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+        try:
+            said = on and check_ranks()
+        except precision_shim.PartialInstallationError as error:
+            said = str(error)
+        dist.barrier()
+        dist.destroy_process_group()
+        return said
+
+ray.init(**HERE)
+on = Rank.options(runtime_env={"env_vars": {"PRECISION_SHIM": "1"}})
+one = on.remote()
+for turn, other in enumerate((on.remote(), Rank.remote())):
+    store = f"{sys.argv[2]}/store-{turn}"
+    found[turn] = ray.get([one.join.remote(0, store), other.join.remote(1, store)])
+"""
+    found = drive(body, "", str(tmp_path))
+    assert found["0"] == [None, None]
+    said, nothing = found["1"]
+    assert (nothing, "of 2 ranks, rank 1: without the shim. " in said) == (False, True)
 
 
 @pytest.mark.skipif(not DASHBOARD, reason="needs ray[default], for the dashboard")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,30 @@ def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: A
     shown = " ".join(str(status).split())
     assert told in shown.partition("what is wrong, and what to do")[2]
     assert len(status.audit) == 2
+
+
+@pytest.mark.parametrize(
+    ("features", "last", "told"),
+    [
+        ("audit", "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)", True),
+        ("-audit", "torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)", False),
+        ("audit", "", False),
+    ],
+)
+def test_a_process_whose_optimizer_nothing_audits_says_so_at_its_end(
+    tmp_path: Path, features: str, last: str, told: bool
+) -> None:
+    code = (
+        "import precision_shim, torch\n"
+        f"settings = {{'audit_dir': {str(tmp_path)!r}}}\n"
+        f"precision_shim.install(features={features!r}, settings=settings)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + last], capture_output=True, text=True, check=True
+    )
+    expected = f"{tmp_path}: no audit was written: this process built an optimizer (SGD), but"
+    assert (expected in done.stderr) is told
+    assert bool(done.stderr) is told
 
 
 def test_a_directory_that_can_be_written_again_is_no_problem_any_more(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from ..every_framework.lacking import told_of_workers
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from .support import NAMES, NEMO_RL
@@ -85,3 +86,9 @@ def test_workers_train_skip_save_and_resume(ranks: Ranks, model: Path, tmp_path:
     for old, new in zip(found["on"]["workers"], found["again"]["workers"], strict=True):
         assert old["parameters"] == new["parameters"]
         assert new["tools"] == []
+
+
+@pytest.mark.oldest
+@pytest.mark.timeout(600)
+def test_the_driver_tells_of_a_worker_without_the_package() -> None:
+    told_of_workers("nemo_rl", HERE / "site")

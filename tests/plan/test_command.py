@@ -20,6 +20,7 @@ from precision_shim_tools.cli import plan as plan_command
 from precision_shim_tools.cli._output import Progress
 from precision_shim_tools.plan import plot, shapes
 from precision_shim_tools.plan.command import Job, Options, file_of, read_launch_line
+from precision_shim_tools.plan.launching import read_launch
 from precision_shim_tools.plan.megatron import model as megatron_plan
 from precision_shim_tools.plan.megatron.model import CONFIG, DDP, MegatronModel
 from precision_shim_tools.plan.megatron.sizes import Sizes
@@ -108,6 +109,81 @@ def test_variables_in_front_count() -> None:
         == 8
     )
     assert file_of("json.decoder") is not None
+
+
+ON = {"PRECISION_SHIM": "1"}
+SUBMIT = "ray job submit --working-dir . --runtime-env-json"
+
+
+@pytest.mark.parametrize(
+    ("line", "driver", "workers"),
+    [
+        ("", "1", "1"),
+        ("PRECISION_SHIM=0", "0", "0"),
+        ("env A=1", "1", "1"),
+        ("env -u PRECISION_SHIM", None, None),
+        ("/usr/bin/env --unset=PRECISION_SHIM A=1 python -u", None, None),
+        ("env -i A=1 PRECISION_SHIM=strict python", "strict", "strict"),
+        ("env -u A python -u PRECISION_SHIM", "1", "1"),  # python's -u
+        ("srun -n 2", "1", "1"),
+        ("srun --export=ALL -n 2", "1", "1"),
+        ("srun --export=NONE", None, None),
+        ("srun --export NONE,PRECISION_SHIM=1", "1", "1"),
+        ("srun --export=HOME,PATH", None, None),
+        ("srun --export=HOME,PRECISION_SHIM", "1", "1"),
+        ("srun --export=ALL,PRECISION_SHIM=0", "0", "0"),
+        ("ray job submit --", None, None),
+        ("ray job submit -- env PRECISION_SHIM=1", "1", "1"),
+        ("ray job submit -- env PRECISION_SHIM=0", "0", None),
+        (SUBMIT + ' {"env_vars":{"PRECISION_SHIM":"1"}} --', "1", "1"),
+        (SUBMIT + '={"env_vars":{"PRECISION_SHIM":"strict"}} -- python', "strict", "strict"),
+        (SUBMIT + ' {"env_vars":{"PRECISION_SHIM":"1"}} -- env -u PRECISION_SHIM', None, "1"),
+        (SUBMIT + ' {"env_vars":{"PRECISION_SHIM":"0"}} -- PRECISION_SHIM=1', "1", "0"),
+        (SUBMIT + ' {"env_vars":', None, None),
+        ("ray job submit --runtime-env {folder}/env.yaml --", "1", "1"),
+        ("ray job submit --runtime-env={folder}/none.yaml --", None, None),
+    ],
+)
+def test_the_variables_that_a_launch_line_passes_on(
+    tmp_path: Path, line: str, driver: str | None, workers: str | None
+) -> None:
+    if "yaml" in line:
+        pytest.importorskip("yaml")
+        (tmp_path / "env.yaml").write_text("env_vars: {PRECISION_SHIM: '1', A: '2'}\n")
+    found = read_launch(line.replace("{folder}", str(tmp_path)).split(), (), {**ON, "A": "1"})
+    named = [one.get("PRECISION_SHIM") for one in (found.driver, found.workers)]
+    assert named == [driver, workers]
+    assert bool(found.unread) is line.endswith((":", "none.yaml --"))
+    assert ("in the workers" in found.describe()) is (driver != workers)
+
+
+def test_the_variables_of_the_workers_in_the_jobs_own_config() -> None:
+    words = ["+ray_kwargs.ray_init.runtime_env.env_vars.PRECISION_SHIM=0", "a=1"]
+    found = read_launch([], words, ON)
+    assert (found.driver, found.workers) == (ON, {"PRECISION_SHIM": "0"})
+
+
+def test_a_plan_says_which_processes_have_the_shim(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PRECISION_SHIM", "1")
+    (tmp_path / "mine.py").write_text("import toytrainer\n")
+
+    def notes(*front: str) -> list[str]:
+        found = job([*front, "python", "mine.py"])
+        assert found.source == tmp_path / "mine.py"
+        unset = "PRECISION_SHIM" not in found.launch.workers
+        return list(make(replace(found, unset=unset), request(asked()), RULES).notes)
+
+    submit = ("ray", "job", "submit", "--working-dir", str(tmp_path))
+    assert "add --runtime-env-json" in notes(*submit, "--")[0]
+    env = '{"env_vars": {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOG": "debug"}}'
+    (first, *_) = notes(*submit, "--runtime-env-json", env, "--")
+    told = "in the driver and the workers: PRECISION_SHIM=1, PRECISION_SHIM_LOG=debug"
+    assert first.endswith(told)
+    first, second, *_ = notes(*submit, "--runtime-env", "none.yaml", "--")
+    assert first.startswith("--runtime-env none.yaml cannot be read here")
+    assert second.startswith("PRECISION_SHIM is unset")
 
 
 # -- names and shapes --------------------------------------------------------------------------

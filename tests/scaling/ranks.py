@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -399,10 +400,25 @@ def run(launch):
         return globals()[launch.case](Path(launch.folder))
 
 
+def join_by_tcp(launch):
+    """Make the ranks one process group whose store is a server on rank 0."""
+    port, where = Path(f"{launch.store}-port"), ("127.0.0.1", 0)
+    if launch.rank == 0:
+        store = dist.TCPStore(*where, launch.world, True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore(where[0], int(port.read_text()), launch.world, False)
+    dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world)
+
+
 def marked(launch):
     """Unscale on each rank that has the shim; returns the error, or ``""``.
 
-    ``given``: each rank's settings, version and whether it has the shim; ``group``: the scaler's.
+    ``given``: each rank's settings, version and whether it has the shim; ``group``: the scaler's;
+    ``tcp``: whether the default group's store is a server on rank 0, not a file.
     """
     import precision_shim
     from precision_shim.errors import PartialInstallationError
@@ -417,7 +433,11 @@ def marked(launch):
         precision_shim.install(**install)
     found = []
     for turn in range(2):
-        (launch if not turn else replace(launch, store=f"{launch.store}-2")).join()
+        here = launch if not turn else replace(launch, store=f"{launch.store}-2")
+        if launch.options.get("tcp"):
+            join_by_tcp(here)
+        else:
+            here.join()
         if given["on"] and late and not turn:
             precision_shim.install(**install)
         ranks = launch.options.get("group", list(range(launch.world)))

@@ -186,6 +186,10 @@ WITH, WITHOUT = {"on": True}, {"on": False}
         pytest.param([WITH, WITH], {}, "", id="every process"),
         pytest.param([WITH, WITH], {"late": 1}, "", id="install() after the group was made"),
         pytest.param([WITH, WITHOUT], {}, "of 2 ranks, rank 1: without the shim", id="half"),
+        pytest.param([WITH, WITH], {"tcp": True}, "", id="every process, TCP"),
+        pytest.param(
+            [WITH, WITHOUT], {"tcp": True}, "rank 1: without the shim", id="half, over TCP"
+        ),
         pytest.param(
             [WITH, {"on": True, "version": "0.9"}], {}, "rank 1: version=0.9 (here 1.0)", id="old"
         ),

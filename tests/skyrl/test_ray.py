@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ..every_framework.lacking import told_of_workers
 from ..processes.rank_server import Ranks
 from .support import python_path
 
@@ -266,3 +267,8 @@ def test_the_driver_trains_a_worker_in_fp16(
     (part,) = audit["parts"]
     assert part["components"]["exp_avg"]["dtypes"] == ["fp32"]
     assert part["scaler"] == "LossScaler"
+
+
+@pytest.mark.timeout(600)
+def test_the_driver_tells_of_a_worker_without_the_package() -> None:
+    told_of_workers("skyrl", Path(python_path()))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from ..every_framework.lacking import told_of_workers
 from ..processes.rank_server import Ranks
 from ..processes.ray_cluster import drive
 from .conftest import VERL
@@ -62,3 +63,8 @@ def test_workers_train_skip_save_and_resume(
     }
     for audit in (json.loads(one.read_text()) for one in files):
         assert (audit["world_size"], audit["ok"], audit["complete"]) == (2, True, True)
+
+
+@pytest.mark.timeout(600)
+def test_the_driver_tells_of_a_worker_without_the_package() -> None:
+    told_of_workers("verl")

@@ -79,6 +79,11 @@ def name(stem: str) -> str:
     return stem if _names[stem] == 1 else f"{stem}-{_names[stem]}"
 
 
+def named() -> bool:
+    """Whether this process has named a file for an audit."""
+    return bool(_names)
+
+
 def problems() -> list[str]:
     """Return the distinct reasons why audits were not written to ``PRECISION_SHIM_AUDIT_DIR``."""
     return list(dict.fromkeys(each.not_written for each in _watched if each.not_written))

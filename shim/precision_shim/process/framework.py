@@ -90,6 +90,8 @@ class Adapter(_Record):
         audit_readers: maps a package of optimizers to the ``"module:function"`` that reads them.
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
+        actors: regular expression for the Ray actors and tasks that must have the shim: matched
+            against ``"module.Class first-argument"``. Empty: none is asked.
         by_name: whether the shim patches this framework only if the user names it.
     """
 
@@ -105,6 +107,7 @@ class Adapter(_Record):
     checkpoints: "Checkpoints | None" = None
     audit_readers: "Mapping[str, str]" = _NONE
     checkpoint_readers: "Mapping[str, str]" = _NONE
+    actors: str = ""
     by_name: bool = False
 
 

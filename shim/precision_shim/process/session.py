@@ -5,6 +5,7 @@ Data flows in one direction: settings -> seam engine -> adapter -> rules -> deci
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -19,6 +20,7 @@ from ..seams._engine import SeamEngine
 from . import forks as _forks
 from . import settings as _settings
 from . import standby
+from .actors import Actors
 from .carriers import ray
 from .finders import Watcher
 from .framework import Adapter
@@ -62,6 +64,7 @@ class _Session:
         )
         self.sleeper = Watcher(self._wake, before=True)
         self.marks = Marks(settings)
+        self.actors = Actors(self.awake, settings.strict)
         self.late: list[str] = []
         """What existed before ``install()`` and stays without the shim."""
 
@@ -76,9 +79,26 @@ class _Session:
             self.late = [_RAY] if ray.came_first() else []
             ray.enter()
             self.marks.enter()
-            self.late += _optimizers_built() if self.imported() else []
+            if not self.late:  # else _RAY tells it
+                self.actors.enter()
+            built = _optimizers_built() if self.imported() else ""
+            self.late += [_LATE.format(built)] if built else []
         for text in self.late:
             _journal.warn_or_say(text)
+        if self.settings["audit_dir"]:
+            atexit.register(self.say_unaudited)
+
+    def say_unaudited(self) -> None:
+        """Say why a process that built an optimizer has written no audit."""
+        built = _optimizers_built()
+        if built and not latest.named() and "audit" in self.settings.features:
+            names = ", ".join(self.awake) or "none"
+            standby.say(
+                f"{_AUDIT_DIR}={self.settings['audit_dir']}: no audit was written: this process "
+                f"built an optimizer ({built}), but not by a way that an adapter in force "
+                f"({names}) audits. Call watch() in your adapter; precision_shim.audit(model, "
+                "optimizer) shows what is in force."
+            )
 
     def imported(self) -> list[Adapter]:
         """Return the frameworks to patch that are imported, or are being imported."""
@@ -133,8 +153,16 @@ _RAY = (
 )
 
 
-def _optimizers_built() -> list[str]:
-    """Return a message if optimizers were built in this process, which nothing can patch any more.
+_LATE = (
+    "an optimizer ({}) was built before install(): if it is still in use, it, its engine, loss "
+    "scaler and gradient buckets stay as they were built, which precision_shim.audit(model, "
+    "optimizer) shows. Call install() before the framework builds its engine, or build the engine "
+    "again."
+)
+
+
+def _optimizers_built() -> str:
+    """Return the classes of the optimizers built in this process, which may not exist any more.
 
     Whether they still exist is not known: gc.get_objects() would break other threads, because it
     returns tuples that they are building.
@@ -145,12 +173,7 @@ def _optimizers_built() -> list[str]:
         kinds += type.__subclasses__(kind)
     # torch marks the ``step`` of a class when the first optimizer of the class is built.
     built = {one.__name__ for one in kinds if getattr(vars(one).get("step"), "hooked", False)}
-    return [
-        f"an optimizer ({', '.join(sorted(built))}) was built before install(): if it is still in "
-        "use, it, its engine, loss scaler and gradient buckets stay as they were built, which "
-        "precision_shim.audit(model, optimizer) shows. Call install() before the framework builds "
-        "its engine, or build the engine again."
-    ] * bool(built)
+    return ", ".join(sorted(built))
 
 
 _current: _Session | None = None
@@ -423,6 +446,8 @@ def _summary(seams: Iterable[SeamStatus]) -> str:
 def _retire(session: _Session) -> None:
     session.sleeper.remove()
     session.marks.leave()
+    session.actors.leave()
+    atexit.unregister(session.say_unaudited)
     _left_behind[:] = session.engine.remove()
     _take_back(session, os.environ)
     _journal.clear()

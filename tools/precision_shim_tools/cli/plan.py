@@ -25,6 +25,7 @@ from precision_shim.process.versions import version_of
 
 from ..plan import plot, text
 from ..plan.command import Job, Options, read_launch_line
+from ..plan.launching import read_launch
 from ..plan.request import Request, Rules, make
 from ..plan.search import render, search
 from . import build_parser
@@ -120,8 +121,7 @@ def _without_run(words: list[str]) -> list[str]:
         front = front[:-2]
     given = build_parser(["run"]).parse_args(options)
     command = _run.job_of(given)
-    named = dict(word.split("=", 1) for word in front if word.startswith(f"{_settings.PREFIX}="))
-    if _settings.switch({**os.environ, **named}) == "off":  # off, so ``run`` sets no variables
+    if _settings.switch(read_launch(front).driver) == "off":  # off, so ``run`` sets no variables
         return [*front, *command]
     ours = (f"{name}={value}" for name, value in _run.variables(given).items())
     return [*front, *ours, *command]
@@ -132,7 +132,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     options = Options(asked.model, asked.parameters)
     planned = [entry for entry in entries.values() if not entry.by_name]
     job = read_launch_line(words, planned, _settings.resolve(environ={}), options)
-    environ = {**os.environ, **job.environ}
+    environ = job.launch.workers
     job = replace(job, settings=_settings.resolve(known_frameworks=entries, environ=environ))
     switch = _settings.switch(environ)
     off = environ[_settings.PREFIX].strip() if switch == "off" else ""
@@ -151,7 +151,9 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
     Progress.stage = f"reading the config and the models of {job.framework}'s job"
     try:
-        with _variables(job.environ):  # the config and Hugging Face's cache may depend on variables
+        with _variables(
+            job.launch.named
+        ):  # the config and Hugging Face's cache may depend on variables
             request = pkgutil.resolve_name(entry.plan)(job)
     except (ImportError, PlanError) as error:
         own = re.split(r"[\s=.]", " ".join(words))  # such as in --module=mine.configs

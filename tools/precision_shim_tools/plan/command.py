@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +16,12 @@ from precision_shim.files.models import directory_of
 
 from ..predicted import PredictedFeatures
 from . import shapes
+from .launching import Launch, read_launch
 from .shapes import Model
 
 if TYPE_CHECKING:
     from precision_shim.process.framework import Adapter
     from precision_shim.process.settings import Settings
-
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class Job:
         settings: the shim's settings.
         off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
         unset: whether ``PRECISION_SHIM`` is unset, so that only ``install()`` switches the shim on.
+        launch: which of the shim's variables the command gives to driver and workers.
         refusals: why the job cannot be planned; the rest of it is checked in spite of them.
     """
 
@@ -65,6 +64,7 @@ class Job:
     options: Options = field(default_factory=Options)
     off: str = ""
     unset: bool = False
+    launch: Launch = field(default_factory=lambda: Launch({}))
     refusals: list[PlanError] = field(default_factory=list)
 
     def model(
@@ -134,24 +134,22 @@ def read_launch_line(
     Raises:
         PlanError: no word of the command line is an entry point of a framework.
     """
-    environ = {}
     by_package = {
         package: framework.framework for framework in known for package in framework.packages
     }
     for place, word in enumerate(words):
         script = word.endswith(".py") and not word.startswith("-") and "=" not in word
         module = place > 0 and words[place - 1] in ("-m", "--module")
-        assignment = _ASSIGNMENT.fullmatch(word)
-        if assignment:
-            environ[assignment.group(1)] = assignment.group(2)
-        elif module or script:
-            source = file_of(word) if module else (Path(word) if os.path.isfile(word) else None)
+        if module or script:
+            front, rest = tuple(words[:place]), words[place + 1 :]
+            arguments = tuple(rest[1:] if rest[:1] == ["--"] else rest)
+            launch = read_launch(front, arguments)
+            source = file_of(word, launch.folder) if module else launch.folder / word
+            source = source if source is not None and source.is_file() else None
             framework = _framework(word, source, by_package)
             if framework:
-                rest = words[place + 1 :]
-                arguments = tuple(rest[1:] if rest[:1] == ["--"] else rest)
-                front = tuple(words[:place])
-                return Job(framework, word, source, front, arguments, environ, settings, options)
+                facts = (framework, word, source, front, arguments, launch.named)
+                return Job(*facts, settings, options, launch=launch)
     names = ", ".join(sorted(set(by_package.values())))
     raise PlanError(
         f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
@@ -161,19 +159,22 @@ def read_launch_line(
     )
 
 
-def file_of(module: str) -> Path | None:
-    """Return a module's file, found without importing the module or its packages."""
+def file_of(module: str, folder: Path = Path()) -> Path | None:
+    """Return a module's file, found without importing the module or its packages.
+
+    ``folder`` is the one in which the job starts.
+    """
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder, *rest)
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(place, *rest)
         for candidate in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
             if candidate.is_file():
                 return candidate
-    local = Path(*module.split(".")).with_suffix(".py")
+    local = Path(folder, *module.split(".")).with_suffix(".py")
     return local if local.is_file() else None
 
 

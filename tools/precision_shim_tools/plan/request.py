@@ -202,8 +202,9 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
         notes.insert(
             0,
             "PRECISION_SHIM is unset: the job has the shim only if it calls install(). To switch "
-            "it on, export PRECISION_SHIM=1 where the job starts",
+            f"it on, {job.launch.remedy}",
         )
+    notes[:0] = [*filter(None, [job.launch.describe()]), *job.launch.unread]
     return JobPlan(
         request.framework,
         request.version,

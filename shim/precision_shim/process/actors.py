@@ -1,0 +1,154 @@
+"""Ask each process that a framework starts with Ray whether it has the shim, without waiting.
+
+A worker without the package starts as if ``PRECISION_SHIM`` were not set, and cannot say so: the
+process that starts it asks it. A new actor answers before any of its methods.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .._about import __version__
+from ..errors import PartialInstallationError
+from ..reporting import journal as _journal
+from . import standby
+from .finders import Watcher
+from .framework import Adapter
+from .marks import PATIENCE
+from .names import OFF
+from .settings import PREFIX
+
+_PLACES = {
+    "ray.actor": ("ActorClass", "_remote"),
+    "ray.remote_function": ("RemoteFunction", "_remote"),
+    "ray": ("", "get"),
+}
+"""Ray's functions that start an actor and a task, and the one that waits for either."""
+
+
+class Actors:
+    """What this process asks of the processes that it starts with Ray, during one ``install()``."""
+
+    def __init__(self, awake: Mapping[str, Adapter], strict: bool) -> None:
+        self._awake = awake
+        self._strict = strict
+        self._watcher = Watcher(self._wrap)
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        self._waiting: dict[concurrent.futures.Future[Any], str] = {}
+        self._tasks: set[str] = set()
+        self._told = ""
+
+    def enter(self) -> None:
+        """Wrap Ray's functions, now or when Ray is imported."""
+        self._watcher.watch(_PLACES)
+        for name in _PLACES:
+            module = sys.modules.get(name)
+            if module is not None and not getattr(module.__spec__, "_initializing", False):
+                self._wrap(name)
+
+    def leave(self) -> None:
+        """Restore Ray's functions."""
+        self._watcher.remove()
+        for owner, name, original, ours in self._wrapped:
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, original)
+        self._wrapped.clear()
+
+    def _wrap(self, module: str) -> None:
+        starts, name = _PLACES[module]
+        owner = getattr(sys.modules[module], starts, None) if starts else sys.modules[module]
+        original = getattr(owner, name, None)
+        if original is None or not (starts or self._strict):
+            return
+
+        @functools.wraps(original)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            if not starts:
+                self._raise()
+            result = original(*args, **kwargs)
+            if starts and self._wrapped and not self._told and standby.asked():
+                try:
+                    self._ask(args[0], result, kwargs)
+                except Exception as error:  # such as Ray's client, or a later Ray
+                    _journal.log(f"whether Ray's workers have the shim is not known: {error!r}")
+            return result
+
+        self._wrapped.append((owner, name, original, ours))
+        setattr(owner, name, ours)
+
+    def _ask(self, starter: Any, started: Any, given: Mapping[str, Any]) -> None:
+        task = getattr(starter, "_function", None)
+        kind = task or starter.__ray_metadata__.modified_class.__ray_actor_class__
+        module = kind.__module__
+        if module == "__main__":  # python -m MODULE
+            spec = getattr(sys.modules[module], "__spec__", None)
+            module = getattr(spec, "name", module)
+        name = f"{module}.{kind.__qualname__}"
+        first = next(iter(given.get("args") or ()), "")
+        known = f"{name} {first if isinstance(first, str) else ''}"
+        ours = any(one.actors and re.match(one.actors, known) for one in self._awake.values())
+        if name in self._tasks or not ours:
+            return
+        look = _looker()
+        if task:
+            import ray
+
+            self._tasks.add(name)
+            own = {key: given[key] for key in ("runtime_env",) if given.get(key)}
+            reference = ray.remote(num_cpus=0, max_retries=0, **own)(look).remote()
+        else:
+            reference = started.__ray_call__.remote(look)
+        answer = reference.future()
+        self._waiting[answer] = name
+        answer.add_done_callback(functools.partial(self._hear, name))
+
+    def _hear(self, name: str, answer: concurrent.futures.Future[Any]) -> None:
+        if not self._told and answer.exception() is None:  # else the process has ended
+            self._judge(name, *answer.result())
+        self._waiting.pop(answer, None)
+
+    def _judge(self, name: str, switch: str, found: bool, version: str | None, place: str) -> None:
+        if version == __version__ or switch in OFF:
+            return
+        lacks = "" if found else ", the package is not installed there"
+        why = f"version {version}" if version else f"{PREFIX}={switch or 'unset'}{lacks}"
+        self._told = (
+            f"precision_shim {__version__}: {name}, which this process started on Ray, and perhaps "
+            f"others run unpatched ({why}; {place}). Install precision-shim in the image of every "
+            'node, or by runtime_env={"pip": [...]} (py_modules bring no start-up file: the '
+            f"workers also have to import precision_shim.autoinstall), and set {PREFIX}=1 in its "
+            f'"env_vars"; or set {PREFIX}=0 for all.'
+        )
+        if not self._strict:
+            _journal.warn_or_say(self._told)
+
+    def _raise(self) -> None:
+        """In strict mode wait for the answers, some time, and raise an error, once."""
+        if self._strict and self._wrapped:
+            waiting, self._waiting = self._waiting, {}
+            for answer in concurrent.futures.wait(waiting, PATIENCE).done:
+                self._hear(waiting[answer], answer)
+            told, self._strict = self._told, not self._told
+            if told:
+                raise PartialInstallationError(told)
+
+
+def _looker() -> Callable[..., tuple[str, bool, str | None, str]]:
+    # A local function that reads no global: Ray pickles it by value, for a process without us.
+    def look(*_: object) -> tuple[str, bool, str | None, str]:
+        import importlib.util
+        import os
+        import platform
+        import sys
+
+        switch = os.environ.get("PRECISION_SHIM", "").strip().lower()
+        found = importlib.util.find_spec("precision_shim") is not None
+        version = getattr(sys.modules.get("precision_shim"), "__version__", None)
+        return switch, found, version, f"{sys.executable} on {platform.node()}"
+
+    return look
