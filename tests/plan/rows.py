@@ -138,7 +138,7 @@ def _verls() -> Iterator[object]:
     yield row("verl", on_megatron, *words, notes=[("actor: ", unread)], silent=["actor: "])
     # A key in a wrong section is told where it belongs.
     remedies = {
-        "mixed_precision": f"Write {MIXED}, or",
+        "mixed_precision": f"Write ++{MIXED}.param_dtype=fp16, or",
         "fsdp_config.param_dtype": f"Write {MIXED}.param_dtype, or",
         "param_dtype": f"Write {MIXED}.param_dtype, or",
         "fsdp_config.lr": f"Write {OPTIM}.lr, or",
@@ -148,7 +148,7 @@ def _verls() -> Iterator[object]:
     words = [f"+{ACTOR}.{key}=fp16" for key in remedies]
     words[0] = f"+{ACTOR}.mixed_precision.param_dtype=fp16"
     told = {f"{ACTOR}.{key}": ("key ", f". {remedy}") for key, remedy in remedies.items()}
-    yield row("verl", GRPO, *words, problems=told)
+    yield row("verl", GRPO, *words, problems=told, silent=["verl's config has no such key"])
     right = (
         f"{VERLS_LAYERS}.moe_router_dtype",
         f"{VERLS_LAYERS}.vocab_size",

@@ -95,8 +95,11 @@ def test_a_script_is_known_by_what_it_imports(tmp_path: Path) -> None:
     script.write_text("import os\nfrom toytrainer.things import run\n")
     assert job(["python", str(script)]).source == script
     script.write_text("import os\n")
-    with pytest.raises(PlanError, match="expected a module behind -m"):
+    with pytest.raises(PlanError, match="expected a module behind -m") as found:
         job(["python", str(script)])
+    assert "There is no file" not in str(found.value)
+    with pytest.raises(PlanError, match="There is no file gone.py in"):
+        job(["python", "gone.py", "--config", "mine.yaml"])
 
 
 def test_variables_in_front_count() -> None:

@@ -137,6 +137,7 @@ def read_launch_line(
     by_package = {
         package: framework.framework for framework in known for package in framework.packages
     }
+    missing = ""
     for place, word in enumerate(words):
         script = word.endswith(".py") and not word.startswith("-") and "=" not in word
         module = place > 0 and words[place - 1] in ("-m", "--module")
@@ -147,6 +148,9 @@ def read_launch_line(
             source = file_of(word, launch.folder) if module else launch.folder / word
             source = source if source is not None and source.is_file() else None
             framework = _framework(word, source, by_package)
+            if script and source is None and not missing:
+                missing = f" There is no file {word} in {launch.folder.resolve()}: start the plan "
+                missing += "in the job's directory, or write the whole path."
             if framework:
                 facts = (framework, word, source, front, arguments, launch.named)
                 return Job(*facts, settings, options, launch=launch)
@@ -155,7 +159,7 @@ def read_launch_line(
         f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
         "expected a module behind -m, or a script that imports one. Write the line that starts "
         "the job's Python. If it is in a shell script, write `precision-shim plan --` in front of "
-        "it there, and start the script."
+        f"it there, and start the script.{missing}"
     )
 
 

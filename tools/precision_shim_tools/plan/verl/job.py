@@ -100,6 +100,7 @@ def _not_judged(found: Sequence[ModelConfig], added: Sequence[str]) -> Iterator[
     for one in found:
         judged += [f"{key}." for key in (one.engine_key, one.optim_key)]
         judged.append(f"{one.model_key}.override_config.")
+        judged += [f"{fault.key}." for fault in sections.unknown(one, dispatches=True)]
     for word in added:
         key = word.partition("=")[0]
         section, _, name = key.rpartition(".")

@@ -84,12 +84,15 @@ def unknown(section: ModelConfig, *, dispatches: bool) -> Iterator[Problem]:
             moved["dtype"] = moved["param_dtype"]
     for key, read in sections.items():
         own = {word: f"{key}.{word}" for word in known[key]}
+        there = places | own | moved
+        for word, value in read.items():
+            if isinstance(value, Mapping) and there.get(word, "").endswith(f".{word}"):
+                lines = (f"++{there[word]}.{name}={one}" for name, one in value.items())
+                there[word] = " ".join(lines)
         # The worker of a reference model renames its keys that begin with log_prob_.
         written = [word for word in read if word not in _HYDRAS and word[:9] != "log_prob_"]
         whose, place = f"{versioned('verl')}'s {names[key]}", f"{key}.{{}}"
-        yield from unknown_keys(
-            written, known[key], section.subject, place, whose, places=places | own | moved
-        )
+        yield from unknown_keys(written, known[key], section.subject, place, whose, places=there)
 
 
 def check_moments(section: ModelConfig, optimizer: str) -> None:
