@@ -297,12 +297,23 @@ def _nemo_rls() -> Iterator[object]:
     yield row(
         "nemo_rl", (*DTENSOR, *read), *words, *(f"++{key}=true" for key in flags), problems=told
     )
-    marks = (since("0.5.0rc0", "nemo-rl"),)
+    marks = (since("0.5.0rc0", "nemo_rl"),)
     yield row("nemo_rl", DTENSOR, f"++{rollout}.kv_cache_dtype=fp8", marks=marks)
     words = ("fp8_cfg={enabled: true, fp8: e4m3, fp8_recipe: blockwise}",)
     line = (*on_megatron, f"++{rollout}.precision=bfloat16", "++policy.generation.backend=vllm")
     told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
     yield row("nemo_rl", line, f"++policy.megatron_cfg.{words[0]}", notes=[(told,)])
+    recipe = "quant_cfg=nvfp4_experts.yaml"
+    words = (f"++policy.{recipe}", f"++policy.generation.{recipe}")
+    told, marks = "layers in nvfp4_experts (by ModelOpt)", (since("0.7.0rc0", "nemo_rl"),)
+    same = f"{told}; not in its recipe's exceptions, as the policy"
+    yield row("nemo_rl", line, *words, notes=[(same,)], marks=marks)
+    told = f"bf16 beside the policy's bf16 with {told}"
+    yield row("nemo_rl", line, words[0], notes=[(told,)], marks=marks)
+    words = (*words, "++policy.generation.real_quant=true")
+    words += ("++policy.generation.real_quant_ignore=[lm_head]",)
+    told = "may differ: left out by the rollout alone: lm_head"
+    yield row("nemo_rl", line, *words, notes=[(told,)], marks=marks)
     key = "policy.dtensor_cfg.automodel_kwargs.backend.te_fp8"  # which Automodel's recipes read
     told = {key: ("no-effect policy: ", "nothing reads this key")}
     yield row("nemo_rl", DTENSOR, f"++{key}.recipe=block", problems=told)

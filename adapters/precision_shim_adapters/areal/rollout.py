@@ -35,9 +35,10 @@ def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
     from omegaconf import OmegaConf
 
     def engine(subject: str, section: str) -> Engine | None:
-        key = f"{section}.dtype"
+        key, kind = f"{section}.dtype", str(OmegaConf.select(config, f"{section}.backend"))
         value = OmegaConf.select(config, key)
-        dtype, own = parse_dtype(str(value)), _format(OmegaConf.select(config, section), section)
+        dtype, where = parse_dtype(str(value)), f"{section}.{kind.partition(':')[0]}.fp8_config"
+        own = _format(OmegaConf.select(config, where), where)
         return None if dtype is None else Engine(subject, name_of(dtype), key, value, format=own)
 
     trainer = engine("actor", "actor")
@@ -71,17 +72,12 @@ def _rollout(backend: str, config: Any, *, follows: bool) -> Engine:
     return with_rounded(engine, config[backend], backend, backend)
 
 
-def _format(section: Any, key: str) -> Format | None:
-    """What the quantized layers of the engine with this section, at ``key``, compute in."""
-    backend = str(section.backend).partition(":")[0] if section else ""
-    fp8 = getattr(section, backend).fp8_config if backend in ("megatron", "archon") else None
-    if fp8 is None:
-        return None
-    where = f"{key}.{backend}.fp8_config"
-    if backend == "megatron":
+def _format(fp8: Any, where: str) -> Format | None:
+    """What the quantized layers of an engine compute in, by its section at the key ``where``."""
+    if ".megatron." in where and fp8 is not None:
         fields = {**fp8, "fp8": fp8.mode, "fp8_recipe": fp8.recipe}
         return read_format(fields, f"{where}.{{}}", {"fp8": "mode", "fp8_recipe": "recipe"})
-    if fp8.mode != "blockwise":
+    if fp8 is None or fp8.mode != "blockwise":  # Archon's only mode besides "disabled"
         return None
     left_out = (*fp8.exclude_modules, *(() if fp8.include_experts else ("experts",)))
     return Format(in_e4m3(BLOCKS, ROWS), left_out, f"{where}.mode={fp8.mode}")

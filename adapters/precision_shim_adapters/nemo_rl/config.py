@@ -38,7 +38,6 @@ from precision_shim.adapting.rollouts import (
     Format,
     Quantized,
     in_e4m3,
-    parts_of,
 )
 
 from ..agreement.names import engine_name, with_rounded
@@ -259,12 +258,11 @@ def _by_modelopt(section: Mapping[str, Any], name: str) -> Format | None:
     recipe = section.get("quant_cfg")
     if recipe is None:
         return None
-    key = f"{name}.quant_cfg={recipe}"
+    key, own = f"{name}.quant_cfg={recipe}", None
     if section.get("real_quant"):
-        key += f", {name}.real_quant=True"
-    one = Quantized(Path(str(recipe)).stem, "by ModelOpt")
-    left_out = tuple(map(str, section.get("real_quant_ignore") or ()))
-    return Format(parts_of(one, one), left_out, key)
+        key, own = f"{key}, {name}.real_quant=True", section.get("real_quant_ignore")
+    left_out = tuple(map(str, own)) if own else ("its recipe's exceptions",)
+    return Format({"layers": Quantized(Path(str(recipe)).stem, "by ModelOpt")}, left_out, key)
 
 
 def _by_vllm(section: Mapping[str, Any], key: str) -> Format:

@@ -34,7 +34,8 @@ class Format:
     """How the quantized layers of a model compute.
 
     Attributes:
-        parts: maps ``"weights"``, ``"activations"`` and ``"gradients"``, where they are quantized.
+        parts: maps ``"weights"``, ``"activations"`` and ``"gradients"``, where they are quantized;
+            or ``"layers"``, if only the name of a recipe is known.
         left_out: which modules keep the model's dtype, as the config names them.
         key: the config key that says so, with its value.
     """
@@ -48,7 +49,11 @@ class Format:
         for part, one in self.parts.items():
             names.setdefault(str(one), []).append(part)
         text = ", ".join(f"{' and '.join(parts)} in {one}" for one, parts in names.items())
-        return text + (f"; not in {', '.join(self.left_out)}" if self.left_out else "")
+        return text + (f"; not in {', '.join(_first(self.left_out))}" if self.left_out else "")
+
+
+def _first(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names if len(names) <= 4 else (*names[:3], f"{len(names) - 3} more")
 
 
 def parts_of(weights: Quantized, activations: Quantized | None) -> dict[str, Quantized]:
@@ -84,7 +89,9 @@ def differences(
     """
     differ: list[str] = []
     may: list[str] = []
-    for part in FORWARD:
+    for part in dict.fromkeys((*mine.parts, *theirs.parts)):
+        if part == "gradients":
+            continue
         pair = [one.parts.get(part) for one in (mine, theirs)]
         fields = list(zip(*(one or (None, None) for one in pair), strict=True))
         texts = (f"{name} {one or 'not quantized'}" for name, one in zip(whose, pair, strict=True))
@@ -92,12 +99,10 @@ def differences(
             differ.append(f"{part}: {', '.join(texts)}")
         elif any(UNKNOWN in both for both in fields):
             may.append(f"{part}: {', '.join(texts)}")
-    if sorted(mine.left_out) != sorted(theirs.left_out):
-        texts = (
-            f"{name} {' and '.join(one.left_out) or 'none'}"
-            for name, one in zip(whose, (mine, theirs), strict=True)
-        )
-        may.append(f"left out: {', '.join(texts)}")
+    for name, one, other in ((whose[0], mine, theirs), (whose[1], theirs, mine)):
+        alone = tuple(each for each in one.left_out if each not in other.left_out)
+        if alone:
+            may.append(f"left out by the {name} alone: {' and '.join(_first(alone))}")
     return differ, may
 
 
@@ -111,7 +116,6 @@ def of_section(section: Mapping[str, Any], key: str) -> Format:
     listed = section.get("ignore") or section.get("ignored_layers")
     listed = listed or section.get("modules_to_not_convert") or ()
     left_out = tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
-    left_out = left_out if len(left_out) <= 4 else (*left_out[:3], f"{len(left_out) - 3} more")
     return Format(_parts(section, method), left_out, f"{key}: {method or UNKNOWN}")
 
 

@@ -46,10 +46,26 @@ def test_a_difference_is_named_by_its_part() -> None:
     assert "weights: " not in found.because
     some = Format(BLOCKWISE.parts, ("lm_head",))
     told = compare(side("actor", BLOCKWISE), side("rollout", some))
-    assert told.because.endswith("may differ: left out: actor none, rollout lm_head")
+    assert told.because.endswith("may differ: left out by the rollout alone: lm_head")
     assert (told.chosen, told.apart) == (
         "bf16 beside the actor's, quantized perhaps differently",
         False,
+    )
+
+
+def test_a_recipe_of_which_only_the_name_is_known() -> None:
+    one, other = (Format({"layers": Quantized(name, "by ModelOpt")}) for name in ("a16", "a4"))
+    found = compare(side("actor", one), side("rollout", one))
+    assert (found.chosen, found.apart) == ("layers in a16 (by ModelOpt), as the actor", False)
+    found = compare(side("actor", one), side("rollout", other))
+    assert found.apart
+    assert "layers: actor a16 (by ModelOpt), rollout a4 (by ModelOpt)" in found.because
+    many = [Format(one.parts, tuple(f"layers.{n}" for n in (0, 1, 2, 3, last))) for last in (4, 5)]
+    assert str(many[0]).endswith("; not in layers.0, layers.1, layers.2, 2 more")
+    found = compare(side("actor", many[0]), side("rollout", many[1]))
+    told = ("actor", "layers.4"), ("rollout", "layers.5")
+    assert all(
+        f"may differ: left out by the {who} alone: {it}" in found.because for who, it in told
     )
 
 
