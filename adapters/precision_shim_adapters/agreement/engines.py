@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import version_of, versioned
-from precision_shim.precision.dtypes import DTYPES, name_of, parse_dtype
+from precision_shim.precision.dtypes import DTYPES, name_of, parse_dtype, read_dtype
 from precision_shim.seams import find_spec
 
 from .engine_names import SGLANG, TEXT_PART, VERIFY, VLLM
@@ -117,7 +117,7 @@ def _of_gate(call: Any, made: Mapping[str, ast.expr], module: str, config: Any) 
         if isinstance(value, ast.Call):  # a function of the module, which asks the model's config
             found.add(_run(module, _text(value.func), _Config(**config)))
         else:
-            found.add(DTYPES[_text(value).removeprefix("torch.")])
+            found.add(read_dtype(_text(value)))
     (one,) = found or {None}
     return name_of(one) if one else "model"
 
