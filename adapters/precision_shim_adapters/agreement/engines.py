@@ -119,6 +119,8 @@ def _of_gate(call: Any, made: Mapping[str, ast.expr], module: str, config: Any) 
         else:
             found.add(read_dtype(_text(value)))
     (one,) = found or {None}
+    if isinstance(one, str):  # a name whose value is decided elsewhere
+        raise ValueError
     return name_of(one) if one else "model"
 
 
