@@ -278,7 +278,7 @@ def test_fp32_parameters_beside_bf16_ones_get_the_same_moments() -> None:
     made = tiny_gpt(BF16)
     with megatron_on_cpu(), model_parallel(), fused_adam():
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import get_megatron_optimizer
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
 
         model = Float16Module(made.config, made())  # type: ignore[attr-defined]
@@ -291,7 +291,7 @@ def test_fp32_parameters_beside_bf16_ones_get_the_same_moments() -> None:
         chunk = DistributedDataParallel(made.config, buckets, model)  # type: ignore[attr-defined]
         fields = dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), BF16)
         fields |= {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
-        config = make_config(optimizer="adam", lr=1e-2, bf16=True, params_dtype=BF16, **fields)
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=BF16, **fields)
         (optimizer,) = get_megatron_optimizer(config, [chunk]).chained_optimizers
         for parameter in chunk.parameters():
             parameter.main_grad.fill_(0.125)

@@ -102,7 +102,9 @@ def gate_dtype(backend: str, config: Mapping[str, Any]) -> str:
         parts = _parts(f"{models}.{file}")
         made = [(_text(one.targets[0]), one.value) for one in parts if isinstance(one, ast.Assign)]
         gates = [value for name, value in made if name in ("self.gate", "self.router")]
-        (found,) = {_of_gate(one, dict(made), f"{models}.{file}", config) for one in gates}
+        names = [name for name, _ in made]
+        once = {name: value for name, value in made if names.count(name) == 1}
+        (found,) = {_of_gate(one, once, f"{models}.{file}", config) for one in gates}
         return found
     except Exception:  # another release's source may have anything
         return ""
