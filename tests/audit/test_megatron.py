@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import precision_shim
+from precision_shim.auditing import sent_weights, weight_audit
 
 from . import builds
 from .test_torch import Counting
@@ -87,3 +89,24 @@ def test_copies_of_quantized_weights_are_counted(one_process: Any) -> None:
     assert size.allocated - other.allocated == layer.weight.numel()
     assert "float8_e4m3fn" in size.dtypes
     assert codes(after) == []
+
+
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
+def test_a_routers_bias_that_is_sent(
+    one_process: Any, shim: Any, tmp_path: Path, sent: torch.dtype
+) -> None:
+    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    chunks, _ = builds.make(builds.Build(experts=True, model=fields))
+    named = {name: one for name, one in chunks[0].named_buffers() if name.endswith("expert_bias")}
+    assert named
+    for module in chunks[0].modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()  # Megatron's own, before each forward pass
+    shim(settings={"audit_dir": str(tmp_path), "log": "quiet"}, export=False)
+    stream = [(name, chunks[0].get_buffer(name).to(sent)) for name in named]
+    list(weight_audit.observe(stream, "verl", "actor", model=chunks))
+    (found,) = [one for _, one in sent_weights.read(str(tmp_path))]
+    assert isinstance(found, sent_weights.Sent)
+    assert found.own["router biases"].dtypes.keys() == {"fp32"}
+    codes = [code for code, _ in found.contradictions()]
+    assert codes == ([] if sent is torch.float32 else ["weights-dtype"])

@@ -36,7 +36,7 @@ from .test_pages import loaded
 GRPO = "examples/configs/grpo_math_1B.yaml"
 SGLANG = "examples/configs/grpo_math_1B_sglang.yaml"
 KEY = "policy.generation.vllm_cfg.precision"
-HEAD = "++policy.generation.vllm_kwargs={hf_overrides: {head_dtype: float32}}"
+HEAD = "++policy.hf_config_overrides={head_dtype: float32}"
 needs_sglang = pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL has SGLang from 0.6 on")
 needs_ppo = pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="NeMo-RL has PPO from 0.7 on")
 
@@ -143,12 +143,17 @@ def test_automodels_own_lm_head(
     assert sides.start(job).chosen["LM head"] == "fp32 in policy, the model's dtype in rollout"
     precision_shim.uninstall()
     shim(strict=True, export=False, settings={"head": "fp32"})
-    found = sides.start(job)
-    assert found.chosen["LM head"] == "fp32 in trainer and rollout"
-    assert found.made["vllm_kwargs"]["hf_overrides"] == {"head_dtype": "float32"}
-    for words in ([OWN, EXPERTS[0]], [OWN.replace(", wrap_outer_model: false", ""), *EXPERTS]):
-        with pytest.raises(UnsupportedPrecisionError, match=f"{MOE}.lm_head_precision=float32"):
+    for words, why in (
+        ([OWN, *EXPERTS], "rollout: policy.hf_config_overrides.head_dtype changes the policy's"),
+        ([OWN, EXPERTS[0]], f"{MOE}.lm_head_precision=float32 takes effect with expert"),
+        ([OWN.replace(", wrap_outer_model: false", ""), *EXPERTS], "then rounds the logits"),
+    ):
+        with pytest.raises(UnsupportedPrecisionError, match=why):
             sides.run(sides.job("bf16", "bf16", *words))
+    found = sides.start((*job, HEAD))
+    assert found.chosen["LM head"] == "fp32 in trainer and rollout"
+    given = found.made.get("vllm_kwargs") or found.made["vllm_cfg"]
+    assert given["hf_overrides"] == {"head_dtype": "float32"}
 
 
 def test_a_key_that_this_nemo_rl_does_not_read(sides: Nemo) -> None:

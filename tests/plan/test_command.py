@@ -98,7 +98,7 @@ def test_a_script_is_known_by_what_it_imports(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="expected a module behind -m") as found:
         job(["python", str(script)])
     assert "There is no file" not in str(found.value)
-    with pytest.raises(PlanError, match="There is no file gone.py in"):
+    with pytest.raises(PlanError, match=r"There is no file gone\.py in"):
         job(["python", "gone.py", "--config", "mine.yaml"])
 
 

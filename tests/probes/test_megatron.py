@@ -18,6 +18,7 @@ from precision_shim_tools.testing import (
     megatron_on_cpu,
     model_parallel,
     stand_in_transformer_engine,
+    tiny_gpt,
 )
 from precision_shim_tools.testing.transformer_engine import real_transformer_engine
 
@@ -270,3 +271,35 @@ def test_megatron_bridge_leaves_the_bucket_and_the_checks_to_megatron() -> None:
     with fused_adam(), pytest.raises(AssertionError):
         finalized()
     assert module.DistributedDataParallelConfig().grad_reduce_in_fp32 is False
+
+
+def test_fp32_parameters_beside_bf16_ones_get_the_same_moments() -> None:
+    """The shim keeps fp32 states for parameters of several dtypes: FusedAdam has one for all."""
+    made = tiny_gpt(BF16)
+    with megatron_on_cpu(), model_parallel(), fused_adam():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        model = Float16Module(made.config, made())  # type: ignore[attr-defined]
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                module.float()
+        buckets = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=False
+        )
+        chunk = DistributedDataParallel(made.config, buckets, model)  # type: ignore[attr-defined]
+        fields = dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), BF16)
+        fields |= {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=BF16, **fields)
+        (optimizer,) = get_megatron_optimizer(config, [chunk]).chained_optimizers
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(0.125)
+        optimizer.step()
+        states = optimizer.optimizer.state
+        moments = {(one.dtype, states[one]["exp_avg"].dtype) for one in states}
+    assert {(one.param_dtype, one.grad_dtype) for one in chunk.buffers} == {
+        (BF16,) * 2,
+        (FP32,) * 2,
+    }
+    assert moments == {(BF16, BF16), (FP32, BF16)}

@@ -15,6 +15,8 @@ from torch.nn import functional
 import precision_shim
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim_adapters.megatron.training.lm_head import compute_in_fp32
+from precision_shim_adapters.verl.config import of_section
+from precision_shim_adapters.verl.rollout import lm_head
 
 from ..every_framework.both_sides import of_plan
 from ..processes.rank_server import Ranks
@@ -79,6 +81,27 @@ def test_the_driver_writes_all_keys(strategy: str, backend: str) -> None:
         problems, notes = planned(words)
         assert not problems
         assert [one.startswith(f"LM head: rollout-agreement: {GRANTED}") for one in notes] == [True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_fp32", "refusal"),
+    [
+        ({"ep_size": 2, "moe_config": {"wrap_outer_model": False}}, True, ""),
+        ({"ep_size": 2, "mp_output_dtype": "fp32"}, True, ""),
+        ({"ep_size": 2, "mp_output_dtype": "bf16"}, False, "Automodel then rounds the logits"),
+        ({"ep_size": 1}, False, "with expert parallelism only"),
+    ],
+)
+def test_automodels_own_head(changes: dict[str, Any], in_fp32: bool, refusal: str) -> None:
+    moe = {"lm_head_precision": "float32", **changes.get("moe_config", {})}
+    section = {"strategy": "automodel", **changes, "moe_config": moe}
+    found = lm_head._by_engine(of_section(section, "actor.automodel"))
+    assert found is not None
+    assert (found.key, found.in_fp32) == ("actor.automodel.moe_config.lm_head_precision", in_fp32)
+    assert refusal in found.refusal
+    assert lm_head._by_engine(of_section({**section, "moe_config": {}}, "actor.automodel")) is None
+    fields = {"strategy": "megatron", "override_transformer_config": {"logit_dtype": "fp32"}}
+    assert lm_head._by_engine(of_section(fields)) is None  # no megatron-core of this list has it
 
 
 @pytest.mark.usefixtures("engines")

@@ -100,7 +100,8 @@ QWEN, DEEPSEEK = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"
         (DEEPSEEK, {}, "model"),
         (DEEPSEEK, {"moe_router_dtype": "float32"}, "fp32"),
         ("MixtralForCausalLM", {}, ""),  # its dtype is an argument
-        ("BailingMoeForCausalLM", {}, ""),  # it has a class of its own for the router
+        ("BailingMoeForCausalLM", {}, ""),  # its dtype is set in three places
+        ("BailingMoeV3ForCausalLM", {}, ""),  # it has a class of its own for the router
         ("Qwen3ForCausalLM", {}, ""),
         ("Absent", {}, ""),
     ],

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import version_of, versioned
-from precision_shim.precision.dtypes import DTYPES, name_of, parse_dtype
+from precision_shim.precision.dtypes import DTYPES, name_of, parse_dtype, read_dtype
 from precision_shim.seams import find_spec
 
 from .engine_names import SGLANG, TEXT_PART, VERIFY, VLLM
@@ -102,7 +102,9 @@ def gate_dtype(backend: str, config: Mapping[str, Any]) -> str:
         parts = _parts(f"{models}.{file}")
         made = [(_text(one.targets[0]), one.value) for one in parts if isinstance(one, ast.Assign)]
         gates = [value for name, value in made if name in ("self.gate", "self.router")]
-        (found,) = {_of_gate(one, dict(made), f"{models}.{file}", config) for one in gates}
+        names = [name for name, _ in made]
+        once = {name: value for name, value in made if names.count(name) == 1}
+        (found,) = {_of_gate(one, once, f"{models}.{file}", config) for one in gates}
         return found
     except Exception:  # another release's source may have anything
         return ""
@@ -117,8 +119,10 @@ def _of_gate(call: Any, made: Mapping[str, ast.expr], module: str, config: Any) 
         if isinstance(value, ast.Call):  # a function of the module, which asks the model's config
             found.add(_run(module, _text(value.func), _Config(**config)))
         else:
-            found.add(DTYPES[_text(value).removeprefix("torch.")])
+            found.add(read_dtype(_text(value)))
     (one,) = found or {None}
+    if isinstance(one, str):  # a name whose value is decided elsewhere
+        raise ValueError
     return name_of(one) if one else "model"
 
 

@@ -8,6 +8,7 @@ weights. Megatron's own rollout (``backend: megatron``) and the teachers of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +92,7 @@ def read_sides(config: Any) -> Sides | None:
             on_megatron = trainer if megatron.get("enabled") else None
             gates = gates_of(on_megatron, rollout, backend, path, written=written, key=key)
         others = [engine for engine in (rollout, teacher) if engine is not None]
-    heads = unchanged_heads("policy", "NeMo-RL", [_served(generation)], _own_head(policy))
+    heads = unchanged_heads("policy", "NeMo-RL", [_served(policy)], _own_head(policy))
     decided = tuple(_unseen(generation.get("refit_transport")))
     return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads, decided, gates)
 
@@ -109,15 +110,18 @@ def _own_head(policy: Mapping[str, Any]) -> Head | None:
     return of_automodel("policy", options, place, sharded.get("expert_parallel_size"))
 
 
-def _served(generation: Mapping[str, Any]) -> Head:
+def _served(policy: Mapping[str, Any]) -> Head:
+    generation, key = policy["generation"], "policy.hf_config_overrides.head_dtype"
     backend, section = str(generation.get("backend")), generation.get("vllm_cfg") or {}
     if backend not in ("vllm", "dynamo"):
         return of_rollout(f"NeMo-RL's {backend}", {}, PLACE)
     if section.get("fp32_lm_head") and is_read("vllm", "fp32_lm_head"):
         return Head("rollout", f"{PLACE}.vllm_cfg.fp32_lm_head", in_fp32=True)
-    quantised = f"{PLACE}.vllm_cfg.precision" if section.get("precision") == FP8 else ""
-    options = generation.get("vllm_kwargs") or {}
-    return of_rollout("vllm", options, f"{PLACE}.vllm_kwargs", quantised)
+    # NeMo-RL replaces the hf_overrides in vllm_kwargs by the policy's, and with fp8 by its own.
+    head = of_rollout("vllm", {"hf_overrides": policy.get("hf_config_overrides")}, PLACE)
+    if head.in_fp32 and section.get("precision") != FP8:
+        return replace(head, key=key)
+    return Head("rollout", key, refusal=f"{key} changes the policy's config, too")
 
 
 def _unseen(transport: object) -> Iterator[Decision]:
