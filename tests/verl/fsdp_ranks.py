@@ -588,6 +588,18 @@ def audited(job: Job) -> dict[str, Any]:
     return {**found, "before": before, "after": after, "bare": (codes, said)}
 
 
+@case
+def adapted(job: Job) -> list[dict[str, Any]]:
+    """Audit actors with LoRA adapters over weights in fp32 and bf16, and a critic with them."""
+    install()
+    for kind in ({}, {"model_dtype": "bf16"}, {"critic": True}):
+        critic = "critic" in kind
+        model = job.value_model if critic else job.model
+        one = support.engine(model, param_dtype="bf16", lora=True, **kind)
+        support.train(one, range(1), critic=critic)
+    return [audit.to_dict() for audit in precision_shim.status().audit]
+
+
 # -- 0.7.1's legacy workers --------------------------------------------------------------------
 
 

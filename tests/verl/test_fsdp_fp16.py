@@ -16,6 +16,7 @@ import pytest
 from packaging.version import Version
 
 from ..every_framework.without_effect import CASES, agree
+from ..processes.commands import command
 from ..processes.rank_server import Ranks
 from .conftest import VERL
 
@@ -374,6 +375,37 @@ def test_the_audit_of_the_engine(fsdp_ranks: Ranks) -> None:
             for rank, one in enumerate(found)
         ]
         assert sum(part["owned"] for part in parts) == parts[0]["parameters"]
+
+
+ADAPTED = {
+    "fp32": ("actor", ""),
+    "bf16": ("actor", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"),
+    "of a critic": ("critic", ""),
+}
+"""The case ``adapted``: models with adapters, and the key that is written."""
+
+
+def test_adapters_need_the_bytes_that_the_plan_says(fsdp_ranks: Ranks, checkpoint: Path) -> None:
+    found = fsdp_ranks("adapted")
+    for place, (name, key) in enumerate(ADAPTED.values()):
+        words = ["algorithm.adv_estimator=gae", f"trainer.n_gpus_per_node={len(found)}"]
+        for model in ("actor_rollout_ref.model", "critic.model"):
+            words += [f"++{model}.lora_rank=4", f"++{model}.target_modules=all-linear"]
+        line = ("python", "-m", "verl.trainer.main_ppo", *words, *filter(None, [key]))
+        code, out, said = command("plan", "--json", "--model", checkpoint, "--", *line)
+        assert code == 0, said
+        (planned,) = (one for one in json.loads(out)["models"] if one["subject"] == name)
+        held = planned["after"][0]["parts"][0]["components"]
+        parts = [one[place]["parts"][0] for one in found]
+        assert planned["after"][0]["parts"][0]["parameters"] == parts[0]["parameters"]
+        for component in {*held, *parts[0]["components"]} - {"other"}:
+            of_ranks = [part["components"][component] for part in parts]
+            total = sum(one["bytes"] for one in of_ranks)
+            print(name, key, component, held.get(component), total)
+            if (name, component) == ("critic", "frozen"):
+                total -= 4  # the bias of its head, which the plan leaves out
+            assert held[component]["group_bytes"] == total > 0, (name, key, component)
+            assert held[component]["dtypes"] == of_ranks[0]["dtypes"], (name, key, component)
 
 
 # -- strict ------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ _BOTH = {
     "linear_q_up_proj": ("q_b_proj",),
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
-    "in_proj": ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+    # Not Qwen3-Next's fused in_proj_qkvz, whose adapters Megatron-Bridge cannot export.
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
     "out_proj": ("out_proj",),
     "router": ("gate", "router"),
 }

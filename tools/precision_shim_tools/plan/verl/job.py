@@ -322,7 +322,8 @@ def _sharded(
             notes.append(section.unscaled(dtype))
         if section.refusal:
             notes.append(f"dtype=float16 is not what it trains in, but bfloat16: {section.refusal}")
-    if scaled and stored is torch.float16:
+    trained = section.lora_dtype if section.lora else stored
+    if scaled and trained is torch.float16:
         sections.check_moments(section, name)
     sizes: dict[str, Any] = {}
     for size, key in _SIZES.get(section.strategy, _FSDPS_SIZES).items():
@@ -344,7 +345,7 @@ def _sharded(
         reduce=name_of(reduce) if reduce else "",
         optimizer=module + name,
         options=options,
-        adapters=name_of(section.lora_dtype) if section.lora else "",
+        adapters=name_of(trained),
         lr=learning_rate({**optim, **options}),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
