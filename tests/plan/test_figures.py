@@ -162,9 +162,13 @@ def test_the_adapters_of_megatron_bridge(asked: dict[str, Any], dense: int, expe
     assert counted.frozen == frozen.dense + frozen.experts
 
 
-def test_other_adapters_than_lora_are_refused() -> None:
-    with pytest.raises(PlanError, match="here: the size of dora adapters is not known here"):
-        adapted(mixture(QWEN3_30B_A3B), {"type": "dora", "rank": 8}, Sizes(8), "here")
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [({"type": "dora", "rank": 8}, "size of dora adapters"), ({}, "LoRA of rank None: expected")],
+)
+def test_adapters_of_no_known_size_are_refused(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=f"here: (the )?{told}"):
+        adapted(mixture(QWEN3_30B_A3B), asked, Sizes(8), "here")
 
 
 # -- what cannot be computed, and what is illegal ------------------------------------------------
