@@ -137,7 +137,7 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
             f"{_where()}, {section.engine_key}: strategy={section.strategy!r}: planned are "
             f"{', '.join(verls.ENGINES)}. Plan the job with one of these."
         )
-    own, place = section.model, section.model_key
+    own, place, unread = section.model, section.model_key, tuple(_not_adapted(section))
     written = inner(own, f"{place}.override_config")
     others = ("moe_config", "attn_implementation", "model_config")
     overrides = written.get("model_config") or {
@@ -152,7 +152,7 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
     )
     acts = job.in_force(DISPATCH, GROUP)
     illegal = tuple(sections.unknown(section, dispatches=acts))
-    illegal, unread = (*illegal, *_unbridged(section)), tuple(_not_adapted(section))
+    illegal = (*illegal, *_unbridged(section))
     if section.strategy == "megatron":
         spelled = tuple(sections.check_megatron(section))
         alone = (*sections.unknown(section, dispatches=False), *spelled)
