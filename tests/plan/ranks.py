@@ -155,11 +155,12 @@ def _model(hf: dict[str, Any], config: Any, first: bool, last: bool) -> Any:
 
 
 def _lora() -> Any:
-    """Megatron-Bridge's LoRA."""
+    """Megatron-Bridge's LoRA, for models of Megatron's own layers."""
     import_with_placeholders("megatron.bridge", "megatron.bridge.peft.lora")
-    from megatron.bridge.peft.lora import LoRA
+    from megatron.bridge.peft import lora, utils
 
-    return LoRA
+    utils.HAVE_TE = False  # it found the placeholders
+    return lora.LoRA
 
 
 def parameters(launch: Launch) -> dict[str, list[list[int]]]:

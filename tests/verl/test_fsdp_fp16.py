@@ -377,35 +377,29 @@ def test_the_audit_of_the_engine(fsdp_ranks: Ranks) -> None:
         assert sum(part["owned"] for part in parts) == parts[0]["parameters"]
 
 
-ADAPTED = {
-    "fp32": ("actor", ""),
-    "bf16": ("actor", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"),
-    "of a critic": ("critic", ""),
-}
-"""The case ``adapted``: models with adapters, and the key that is written."""
-
-
 def test_adapters_need_the_bytes_that_the_plan_says(fsdp_ranks: Ranks, checkpoint: Path) -> None:
     found = fsdp_ranks("adapted")
-    for place, (name, key) in enumerate(ADAPTED.values()):
-        words = ["algorithm.adv_estimator=gae", f"trainer.n_gpus_per_node={len(found)}"]
-        for model in ("actor_rollout_ref.model", "critic.model"):
-            words += [f"++{model}.lora_rank=4", f"++{model}.target_modules=all-linear"]
-        line = ("python", "-m", "verl.trainer.main_ppo", *words, *filter(None, [key]))
-        code, out, said = command("plan", "--json", "--model", checkpoint, "--", *line)
+    rank, actor = "model.lora_rank=4", "actor_rollout_ref"
+    words = [f"{actor}.{rank}", f"{actor}.model.target_modules=all-linear"]
+    words += ["algorithm.adv_estimator=gae", f"trainer.n_gpus_per_node={len(found)}"]
+    line = ("plan", "--json", "--model", checkpoint, "--", "python", "-m", "verl.trainer.main_ppo")
+    for place, stored in enumerate(("fp32", "bf16")):
+        key = f"{actor}.actor.fsdp_config.model_dtype={stored}"
+        code, out, said = command(*line, *words, key)
         assert code == 0, said
-        (planned,) = (one for one in json.loads(out)["models"] if one["subject"] == name)
-        held = planned["after"][0]["parts"][0]["components"]
-        parts = [one[place]["parts"][0] for one in found]
-        assert planned["after"][0]["parts"][0]["parameters"] == parts[0]["parameters"]
-        for component in {*held, *parts[0]["components"]} - {"other"}:
-            of_ranks = [part["components"][component] for part in parts]
-            total = sum(one["bytes"] for one in of_ranks)
-            print(name, key, component, held.get(component), total)
-            if (name, component) == ("critic", "frozen"):
-                total -= 4  # the bias of its head, which the plan leaves out
-            assert held[component]["group_bytes"] == total > 0, (name, key, component)
-            assert held[component]["dtypes"] == of_ranks[0]["dtypes"], (name, key, component)
+        (part,) = json.loads(out)["models"][0]["after"][0]["parts"]
+        ranks = [one["audits"][place]["parts"][0] for one in found]
+        assert part["parameters"] == ranks[0]["parameters"]
+        for component in {*part["components"], *ranks[0]["components"]} - {"other"}:
+            held = [one["components"].get(component, {"bytes": 0}) for one in ranks]
+            total, planned = sum(one["bytes"] for one in held), part["components"].get(component)
+            print(stored, component, planned and planned["group_bytes"], total)
+            assert total == (planned["group_bytes"] if planned else 0), (stored, component)
+            assert total == 0 or held[0]["dtypes"] == planned["dtypes"], (stored, component)
+    assert "prepare_inputs_for_generation" in found[0]["critic"]
+    code, out, _ = command(*line, *words, f"++critic.{rank}")
+    told = [(one["code"], one["key"]) for one in json.loads(out)["problems"]]
+    assert (code, told) == (1, [("lora", "critic.model.lora_rank")])
 
 
 # -- strict ------------------------------------------------------------------------------------

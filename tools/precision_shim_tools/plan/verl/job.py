@@ -146,13 +146,11 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
     shapes = job.model(
         own.get("hf_config_path") or own.get("path"),
         {key: value for key, value in overrides.items() if value is not None},
-        partial(with_peft, section.lora, value_head=section.subject == "critic")
-        if section.lora and section.sharded
-        else None,
+        partial(with_peft, section.lora) if section.lora and section.sharded else None,
     )
     acts = job.in_force(DISPATCH, GROUP)
     illegal = tuple(sections.unknown(section, dispatches=acts))
-    illegal = (*illegal, *_unbridged(section))
+    illegal = (*illegal, *_not_adaptable(section))
     if section.strategy == "megatron":
         spelled = tuple(sections.check_megatron(section))
         alone = (*sections.unknown(section, dispatches=False), *spelled)
@@ -163,9 +161,13 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
     return replace(sharded, notes=(*sharded.notes, *unread))
 
 
-def _unbridged(section: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem if LoRA adapters need Megatron-Bridge, and the engine uses another bridge."""
+def _not_adaptable(section: ModelConfig) -> Iterator[Problem]:
+    """Yield a problem if the worker cannot put LoRA adapters into the model."""
     key = f"{section.engine_key}.vanilla_mbridge"
+    if section.lora and section.sharded and section.subject == "critic":
+        rank = f"{section.model_key}.lora_rank"
+        fault = "verl asks peft for adapters of a language model, and peft refuses a value model"
+        yield Problem("lora", section.subject, rank, fault, f"Write {rank}=0.")
     if section.lora and not section.sharded and not _bridges(section):
         fault = "verl makes LoRA adapters on Megatron with Megatron-Bridge only"
         remedy = f"Write {section.engine_key}.use_mbridge=True and {key}=False."
@@ -349,7 +351,7 @@ def _sharded(
         lr=learning_rate({**optim, **options}),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
-        value_head=section.subject == "critic" and not section.lora,
+        value_head=section.subject == "critic",
         keys=keys,
         wrote=(*section.written(_ADDED), *sections.overridden(section)),
         illegal=illegal,
