@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ..plan.shipped import LORA, hold
+from ..plan.shipped import hold
 
-UNPLANNED = ("its config trains no model", LORA, "FusedAdam")
+UNPLANNED = ("its config trains no model", "FusedAdam")
 KEY = re.compile("precision|dtype|[bf]p?(8|16)|megatron_cfg|lora")
 BASE = re.compile(r"^defaults:\s*(?:-\s*)?(\S+)$", re.MULTILINE)
 

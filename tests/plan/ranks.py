@@ -13,6 +13,7 @@ import precision_shim
 from ..audit import builds
 from ..audit.ranks import fsdp_model, fsdp_step, on_megatron, prepare
 from ..processes.rank_server import Launch
+from ..stand_ins.megatron_bridge import import_with_placeholders
 
 # -- audits of built models ------------------------------------------------------------------------
 
@@ -153,8 +154,17 @@ def _model(hf: dict[str, Any], config: Any, first: bool, last: bool) -> Any:
         )
 
 
+def _lora() -> Any:
+    """Megatron-Bridge's LoRA, for models of Megatron's own layers."""
+    import_with_placeholders("megatron.bridge", "megatron.bridge.peft.lora")
+    from megatron.bridge.peft import lora, utils
+
+    utils.HAVE_TE = False  # it found the placeholders
+    return lora.LoRA
+
+
 def parameters(launch: Launch) -> dict[str, list[list[int]]]:
-    """Count dense and expert parameters on the first and the last rank of real models."""
+    """Count trained dense and expert parameters on the first and the last rank of real models."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -172,9 +182,13 @@ def parameters(launch: Launch) -> dict[str, list[list[int]]]:
                 config = _config(case["hf"], {**groups, **case["fields"]})
                 model = _model(case["hf"], config, rank == 0, rank == world - 1)
                 sizes = [0, 0]
+                if "lora" in case:
+                    with torch.device("meta"):
+                        _lora()(**case["lora"])(model)
                 for one in model.parameters():
                     assert one.device.type == "meta"
-                    sizes[not getattr(one, "allreduce", True)] += one.numel()
+                    allreduce = getattr(one, "allreduce", True)
+                    sizes[not allreduce] += one.numel() * one.requires_grad
                 found[name].append(sizes)
                 parallel_state.destroy_model_parallel()
                 dist.destroy_process_group()

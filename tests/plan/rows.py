@@ -113,6 +113,18 @@ def _verls() -> Iterator[object]:
     yield row("verl", GRPO, f"{ACTOR}.use_kl_loss=True", gae, silent=silent)
     yield row("verl", on_megatron, gae, silent=silent)
     yield row("verl", GRPO, "model_engine=torchtitan", silent=silent, marks=[since("0.8")])
+    # LoRA that the engine refuses, or does not read; the actor is its own reference model.
+    rank, kl = "actor_rollout_ref.model.lora_rank", f"{ACTOR}.use_kl_loss=True"
+    bridge, whole = f"{ACTOR}.megatron.vanilla_mbridge", "does not read it, and trains the whole"
+    yield row("verl", GRPO, f"{rank}=8", kl, built=["actor"], notes=[("not counted: the LoRA",)])
+    yield row("verl", on_megatron, f"{rank}=8", built=["actor"], notes=[(rank, whole)])
+    yield row(
+        "verl",
+        on_megatron,
+        *("actor_rollout_ref.model.lora.rank=8", f"++{bridge}=True"),
+        problems={bridge: ("lora actor: ", f"{bridge}=False")},
+        marks=[since("0.8")],
+    )
     # Keys without effect, and what is in force.
     aware = (f"++{OPTIM}.exp_avg_dtype=bf16", f"++{OPTIM}.use_precision_aware_optimizer=true")
     key, other = f"{OPTIM}.exp_avg_dtype", f"{OVERRIDE}.exp_avg_dtype"
@@ -260,6 +272,11 @@ def _skyrls() -> Iterator[object]:
 def _nemo_rls() -> Iterator[object]:
     on_megatron = NEMO_RL_ON_MEGATRON
     optimizer = "policy.megatron_cfg.optimizer"
+    adapts = "policy.dtensor_cfg.lora_cfg.enabled"
+    told = {adapts: ("lora policy: ", "_v2=true")}
+    yield row(
+        "nemo_rl", DTENSOR, f"++{adapts}=true", problems=told, marks=[since("0.5", "nemo_rl")]
+    )
     for fraction, offload, name in (
         ("1.0", "true", ""),
         ("0.5", "true", "offload_fraction"),

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from .verdicts import Drawn, of_plan
 
-LORA = "LoRA adapters are not planned"
-
 
 def recorded(name: str) -> dict[str, list[str]]:
     """Maps the first recipe of each set of keys to its launch line."""
@@ -24,7 +22,7 @@ def recorded(name: str) -> dict[str, list[str]]:
 
 
 def hold(recipes: Mapping[str, Sequence[str]], *unplanned: str) -> None:
-    """Check that the plan calls no recipe illegal, and plans most of them.
+    """Check that the plan calls no recipe illegal, and plans 90 % of them.
 
     Args:
         recipes: name to launch line.
@@ -33,9 +31,9 @@ def hold(recipes: Mapping[str, Sequence[str]], *unplanned: str) -> None:
     told = Drawn({}, {"rollout": "tell"})
     size = ("--parameters", "30B,experts=29B")
     found = {name: of_plan(words, told, *size).refused for name, words in recipes.items()}
-    expected = re.compile(f"precision-shim plan: .*({'|'.join(unplanned)})", re.DOTALL)
+    expected = re.compile(f"precision-shim plan: .*({'|'.join(unplanned) or '(?!)'})", re.DOTALL)
     wrong = [f"{name}: {why}" for name, why in found.items() if why and not expected.match(why)]
     assert not wrong, "\n".join(wrong)
     legal = sum(not why for why in found.values())
     print(f"{legal} of {len(found)} recipes are legal")
-    assert 2 * legal > len(found)
+    assert 10 * legal >= 9 * len(found)

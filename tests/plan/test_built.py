@@ -13,6 +13,7 @@ from precision_shim_adapters.megatron.policy.legality import NEWEST
 from precision_shim_adapters.megatron.policy.requested import RequestedConfig
 from precision_shim_tools.plan import shapes
 from precision_shim_tools.plan.megatron.layout import count, fault
+from precision_shim_tools.plan.megatron.lora import adapted
 from precision_shim_tools.plan.megatron.model import MegatronModel
 from precision_shim_tools.plan.megatron.sizes import Sizes
 from precision_shim_tools.plan.record import ModelPlan
@@ -163,6 +164,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+LATENT = ["linear_q_up_proj", "linear_kv_up_proj", "linear_proj", "*.shared_experts.linear_fc1"]
+TARGETS = {"Qwen2.5-7B": {}, "Qwen3-30B-A3B": {}, "DeepSeek-V3": {"target_modules": LATENT}}
+CASES |= {
+    f"{name}, adapted": {**CASES[name], "lora": {"dim": 8, **fields}}
+    for name, fields in TARGETS.items()
+}
+"""The real models' experts are modules of their own, so each of them has an adapter."""
+
 
 def sizes_of(case: dict[str, Any]) -> Sizes:
     groups, fields = case["groups"], case["fields"]
@@ -183,6 +192,9 @@ def test_parameters_of_a_rank_are_those_of_real_models(run_ranks: Ranks) -> None
         model = shapes.from_config(case["hf"], name)
         sizes = sizes_of(case)
         assert fault(sizes, model) == ""
+        if "lora" in case:
+            asked = {**case["lora"], "share_expert_adapters": False}
+            model = adapted(model, asked, sizes, name)
         counted = count(model, sizes)
         ends = [[one.dense, one.experts] for one in (counted[0], counted[-1])]
         assert ends == real[name], name

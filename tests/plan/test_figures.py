@@ -20,6 +20,7 @@ from precision_shim_adapters.megatron.policy.requested import RequestedConfig
 from precision_shim_tools.plan import shapes
 from precision_shim_tools.plan.counting import Precision, Share, part
 from precision_shim_tools.plan.megatron.layout import count, fault, layers_of_stages
+from precision_shim_tools.plan.megatron.lora import adapted
 from precision_shim_tools.plan.megatron.model import MegatronModel, support_of
 from precision_shim_tools.plan.megatron.sizes import Sizes
 from precision_shim_tools.plan.record import ModelPlan, Stage
@@ -131,6 +132,43 @@ def test_fp32_sums_beside_a_bf16_bucket() -> None:
         replace(qwen3(bucket_in_fp32=True), buckets=sums.buckets), SETTINGS, NEWEST
     )
     assert [(one.code, one.key) for one in found] == [("bucket", SUMS)]
+
+
+ONE = 8 * 48 * (2048 + 1536 + 768 + 2048)
+"""The adapters of one of 48 layers' experts, with factors of rank 8."""
+SHARED_OUTER = 8 * 48 * (2048 + 16 * 1536 + 16 * 768 + 2048)
+QKV, HEAD = 8 * 48 * (2048 + 5120), 8 * (2048 + 151936)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dense", "experts"),
+    [
+        ({"target_modules": ["linear_fc1", "linear_fc2"]}, 0, ONE),
+        ({"target_modules": ["*.experts.*"], "share_expert_adapters": False}, 0, 16 * ONE),
+        ({"target_modules": ["*.experts.*"], "normalize_moe_lora": True}, 0, ONE // 8),
+        ({"target_modules": ["*.experts.*"], "experts_shared_outer_loras": True}, 0, SHARED_OUTER),
+        ({"target_modules": ["*.layers.0.*.linear_qkv"]}, QKV // 48, 0),
+        ({"target_modules": [], "exclude_modules": ["linear_proj"]}, QKV + HEAD, 0),
+        ({"type": "canonical_lora", "target_modules": ["linear_q"]}, 8 * 48 * (2048 + 4096), 0),
+        ({}, QKV + 8 * 48 * (4096 + 2048), ONE),
+    ],
+)
+def test_the_adapters_of_megatron_bridge(asked: dict[str, Any], dense: int, experts: int) -> None:
+    sizes = Sizes(8, expert=8)
+    made = adapted(mixture(QWEN3_30B_A3B), {"rank": 8, **asked}, sizes, "here")
+    (counted,) = count(made, sizes)
+    assert (counted.dense, counted.experts) == (dense, experts)
+    (frozen,) = count(mixture(QWEN3_30B_A3B), sizes)
+    assert counted.frozen == frozen.dense + frozen.experts
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [({"type": "dora", "rank": 8}, "size of dora adapters"), ({}, "LoRA of rank None: expected")],
+)
+def test_adapters_of_no_known_size_are_refused(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=f"here: (the )?{told}"):
+        adapted(mixture(QWEN3_30B_A3B), asked, Sizes(8), "here")
 
 
 # -- what cannot be computed, and what is illegal ------------------------------------------------

@@ -588,6 +588,22 @@ def audited(job: Job) -> dict[str, Any]:
     return {**found, "before": before, "after": after, "bare": (codes, said)}
 
 
+@case
+def adapted(job: Job) -> dict[str, Any]:
+    """Audit actors with LoRA adapters over weights in fp32 and bf16; peft refuses a critic."""
+    install()
+    for stored in ("fp32", "bf16"):
+        one = support.engine(job.model, param_dtype="bf16", lora=True, model_dtype=stored)
+        support.train(one, range(1))
+    audits = [audit.to_dict() for audit in precision_shim.status().audit]
+    error = ""
+    try:
+        support.engine(job.value_model, param_dtype="bf16", critic=True, lora=True)
+    except AttributeError as raised:
+        error = str(raised)
+    return {"audits": audits, "critic": error}
+
+
 # -- 0.7.1's legacy workers --------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import pytest
 from packaging.version import Version
 
 from ..every_framework.without_effect import CASES, agree
+from ..processes.commands import command
 from ..processes.rank_server import Ranks
 from .conftest import VERL
 
@@ -374,6 +375,31 @@ def test_the_audit_of_the_engine(fsdp_ranks: Ranks) -> None:
             for rank, one in enumerate(found)
         ]
         assert sum(part["owned"] for part in parts) == parts[0]["parameters"]
+
+
+def test_adapters_need_the_bytes_that_the_plan_says(fsdp_ranks: Ranks, checkpoint: Path) -> None:
+    found = fsdp_ranks("adapted")
+    rank, actor = "model.lora_rank=4", "actor_rollout_ref"
+    words = [f"{actor}.{rank}", f"{actor}.model.target_modules=all-linear"]
+    words += ["algorithm.adv_estimator=gae", f"trainer.n_gpus_per_node={len(found)}"]
+    line = ("plan", "--json", "--model", checkpoint, "--", "python", "-m", "verl.trainer.main_ppo")
+    for place, stored in enumerate(("fp32", "bf16")):
+        key = f"{actor}.actor.fsdp_config.model_dtype={stored}"
+        code, out, said = command(*line, *words, key)
+        assert code == 0, said
+        (part,) = json.loads(out)["models"][0]["after"][0]["parts"]
+        ranks = [one["audits"][place]["parts"][0] for one in found]
+        assert part["parameters"] == ranks[0]["parameters"]
+        for component in {*part["components"], *ranks[0]["components"]} - {"other"}:
+            held = [one["components"].get(component, {"bytes": 0}) for one in ranks]
+            total, planned = sum(one["bytes"] for one in held), part["components"].get(component)
+            print(stored, component, planned and planned["group_bytes"], total)
+            assert total == (planned["group_bytes"] if planned else 0), (stored, component)
+            assert total == 0 or held[0]["dtypes"] == planned["dtypes"], (stored, component)
+    assert "prepare_inputs_for_generation" in found[0]["critic"]
+    code, out, _ = command(*line, *words, f"++critic.{rank}")
+    told = [(one["code"], one["key"]) for one in json.loads(out)["problems"]]
+    assert (code, told) == (1, [("lora", "critic.model.lora_rank")])
 
 
 # -- strict ------------------------------------------------------------------------------------

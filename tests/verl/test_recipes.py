@@ -7,10 +7,9 @@ from importlib.metadata import distribution, version
 import pytest
 from packaging.version import Version
 
-from ..plan.shipped import LORA, hold, recorded
+from ..plan.shipped import hold, recorded
 
 UNPLANNED = (
-    LORA,
     "Could not override 'actor_rollout_ref.actor.megatron.optimizer_offload'",  # as hydra does
     "already at 'actor_rollout_ref.actor.fsdp_config.model_dtype'",
     "Cannot find primary config 'fully_async_dapo_trainer",

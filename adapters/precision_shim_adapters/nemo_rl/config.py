@@ -165,8 +165,10 @@ def read_lora(config: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     NeMo-RL gives it to Automodel or Megatron-Bridge; it is empty if the model has no adapters.
     """
     outer, _, inner = place.partition(".")
-    found = (config.get(outer) or {}).get(inner) or {}
-    return found if found.get("enabled") and look(_LORA).found else {}
+    found = (config.get(outer) or {}).get(inner)
+    if isinstance(found, Mapping) and found.get("enabled") and look(_LORA).found:
+        return found
+    return {}
 
 
 def _unread(name: str, keys: Keys, value: object, precision: str | None) -> Written:

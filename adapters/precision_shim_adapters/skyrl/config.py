@@ -69,14 +69,11 @@ OPTIMIZER = "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_mega
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
 _WORKER = "skyrl.backends.skyrl_train.workers.megatron.megatron_worker:MegatronWorker"
 ADAPTER_STORE = "skyrl.backends.skyrl_train.workers.megatron.adapter_store:AdapterStore"
-_LINEAR = {
-    "lora": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-    "canonical_lora": (
-        *("linear_q", "linear_k", "linear_v", "linear_proj"),
-        *("linear_fc1_up", "linear_fc1_gate", "linear_fc2"),
-    ),
-}
-"""Maps a kind of adapters to the modules that ``all-linear`` stands for on Megatron."""
+_LINEAR = (
+    *("linear_qkv", "linear_q", "linear_k", "linear_v", "linear_proj"),
+    *("linear_fc1", "linear_fc1_gate", "linear_fc1_up", "linear_fc2"),
+)
+"""The modules that ``all-linear`` stands for on Megatron; each kind of adapters has some."""
 _BUILDER = "megatron.bridge.models.model_provider:get_model"
 _MIXED = "mixed_precision"
 _SETS = dict(zip(MIXED, (COMPUTES, REDUCES), strict=True))
@@ -195,7 +192,7 @@ def read_lora(trainer: Any, role: str) -> dict[str, Any]:
     bridged = section.megatron_config.lora_config
     if targets == "all-linear":
         gated = "gdn_in_proj_lora_is_safe" in look(f"{_WORKER}.configure_lora").names  # since 0.4
-        targets = (*_LINEAR[bridged.lora_type], *(("in_proj", "out_proj") if gated else ()))
+        targets = (*_LINEAR, *(("in_proj", "out_proj") if gated else ()))
     return {**vars(bridged), **vars(own), "type": bridged.lora_type, "target_modules": targets}
 
 

@@ -526,9 +526,8 @@ def of_ppo(config: Mapping[str, Any], sections: Sections = section_of) -> tuple[
     quantized = sections(shared, f"{PPO}.rollout").get("quantization")
     penalty = algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss")
     no_ref = "" if penalty else "algorithm.use_kl_in_reward and actor.use_kl_loss are off"
-    if any(
-        (model.get("lora_rank"), model.get(ADAPTER_PATH), (model.get("lora") or {}).get("rank"))
-    ):
+    bridged = sections(model, f"{PPO}.model.lora").get("rank")
+    if bridged or model.get("lora_rank") or model.get(ADAPTER_PATH):
         no_ref = "the actor without its LoRA adapters is the reference model"
     enabled, estimator = critic.get("enable"), algorithm.get("adv_estimator")
     no_critic = "" if enabled else "critic.enable=false"

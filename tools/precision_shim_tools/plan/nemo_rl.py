@@ -246,6 +246,12 @@ def _flags(
         yield Problem("flags", subject, f"{place}.{flag}", fault, remedy)
 
 
+def _not_adapted(where: str, subject: str) -> Problem:
+    fault = "NeMo-RL makes LoRA adapters only with Automodel"
+    key, remedy = f"{where}.lora_cfg.enabled", f"Write {where}._v2=true."
+    return Problem("lora", subject, key, fault, remedy)
+
+
 def _adapt(lora: Mapping[str, Any], model: Any) -> Any:
     """Apply Automodel's LoRA to a model, as NeMo-RL does."""
     from nemo_automodel.components._peft.lora import PeftConfig, apply_lora_to_linear_modules
@@ -299,13 +305,6 @@ def _on_dtensor(
     cfg = _of(section, where)
     trains = not subject.startswith("teacher")
     lora = reader.read_lora(section, "dtensor_cfg.lora_cfg") if trains else {}
-    illegal = []
-    if lora and not cfg.get("_v2"):
-        fault, remedy = (
-            "NeMo-RL makes LoRA adapters only with Automodel",
-            f"Write {where}._v2=true.",
-        )
-        illegal.append(Problem("lora", subject, f"{where}.lora_cfg.enabled", fault, remedy))
     precision = name_of(DTYPES[section["precision"]])
     scaled: tuple[Decided, ...] = ()
     if trains:
@@ -352,6 +351,6 @@ def _on_dtensor(
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value" or bool(reward.get("enabled")),
         wrote=tuple(reader.written(section, key)),
-        illegal=tuple(illegal),
+        illegal=() if cfg.get("_v2") or not lora else (_not_adapted(where, subject),),
         keys=keys,
     )

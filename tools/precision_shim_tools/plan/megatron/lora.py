@@ -35,7 +35,8 @@ _BOTH = {
     "linear_q_up_proj": ("q_b_proj",),
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "linear_kv_up_proj": ("kv_b_proj",),
-    "in_proj": ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+    # Not Qwen3-Next's fused in_proj_qkvz, whose adapters Megatron-Bridge cannot export.
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
     "out_proj": ("out_proj",),
     "router": ("gate", "router"),
 }
@@ -49,9 +50,11 @@ def adapted(model: Model, asked: Mapping[str, Any], sizes: Sizes, where: str) ->
     """Return the model with LoRA adapters, made with Megatron-Bridge's arguments ``asked``.
 
     Raises:
-        PlanError: the adapters are of another kind than LoRA.
+        PlanError: the adapters are of another kind than LoRA, or have no rank.
     """
-    kind, still = asked.get("type") or "lora", model.frozen()
+    kind, rank = asked.get("type") or "lora", asked.get("dim") or asked.get("rank")
+    if type(rank) is not int or rank < 1:
+        raise PlanError(f"{where}: LoRA of rank {rank!r}: expected a whole number. Write it.")
     if kind not in ("lora", "canonical_lora"):
         raise PlanError(
             f"{where}: the size of {kind} adapters is not known here; planned are lora and "
@@ -72,6 +75,7 @@ def adapted(model: Model, asked: Mapping[str, Any], sizes: Sizes, where: str) ->
                 *_, out, into = weight.shape
                 halved = kind != "lora" and word == "gate_up_proj"
                 found.setdefault((owner, module), [into, 0])[1] += out // (2 if halved else 1)
+    still, asked = model.frozen(), {**asked, "rank": rank}
     made = (_factors(*both, asked, model, sizes) for both in found.items())
     return replace(still, weights=(*still.weights, *(one for pair in made for one in pair)))
 
@@ -97,7 +101,7 @@ def _factors(
     sizes: Sizes,
 ) -> Iterator[Weight]:
     """Yield both factors of an adapter; tensor parallelism splits both, as for no other matrix."""
-    (owner, module), (into, out), rank = place, matrix, int(asked.get("dim") or asked["rank"])
+    (owner, module), (into, out), rank = place, matrix, asked["rank"]
     first, outer = "fc1" in module, asked.get("experts_shared_outer_loras")
     # The experts of a rank share one adapter, unless the config gives each of them its own.
     shared, each = (sizes.expert, model.experts) if is_expert(owner) else (1, 1)

@@ -138,7 +138,7 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
             f"{_where()}, {section.engine_key}: strategy={section.strategy!r}: planned are "
             f"{', '.join(verls.ENGINES)}. Plan the job with one of these."
         )
-    own, place = section.model, section.model_key
+    own, place, unread = section.model, section.model_key, tuple(_not_adapted(section))
     written = inner(own, f"{place}.override_config")
     others = ("moe_config", "attn_implementation", "model_config")
     overrides = written.get("model_config") or {
@@ -147,13 +147,11 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
     shapes = job.model(
         own.get("hf_config_path") or own.get("path"),
         {key: value for key, value in overrides.items() if value is not None},
-        partial(with_peft, section.lora, value_head=section.subject == "critic")
-        if section.lora and section.sharded
-        else None,
+        partial(with_peft, section.lora) if section.lora and section.sharded else None,
     )
     acts = job.in_force(DISPATCH, GROUP)
     illegal = tuple(sections.unknown(section, dispatches=acts))
-    illegal, unread = (*illegal, *_unbridged(section)), tuple(_not_adapted(section))
+    illegal = (*illegal, *_not_adaptable(section))
     if section.strategy == "megatron":
         spelled = tuple(sections.check_megatron(section))
         alone = (*sections.unknown(section, dispatches=False), *spelled)
@@ -164,9 +162,13 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
     return replace(sharded, notes=(*sharded.notes, *unread))
 
 
-def _unbridged(section: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem if LoRA adapters need Megatron-Bridge, and the engine uses another bridge."""
+def _not_adaptable(section: ModelConfig) -> Iterator[Problem]:
+    """Yield a problem if the worker cannot put LoRA adapters into the model."""
     key = f"{section.engine_key}.vanilla_mbridge"
+    if section.lora and section.sharded and section.subject == "critic":
+        rank = f"{section.model_key}.lora_rank"
+        fault = "verl asks peft for adapters of a language model, and peft refuses a value model"
+        yield Problem("lora", section.subject, rank, fault, f"Write {rank}=0.")
     if section.lora and not section.sharded and not _bridges(section):
         fault = "verl makes LoRA adapters on Megatron with Megatron-Bridge only"
         remedy = f"Write {section.engine_key}.use_mbridge=True and {key}=False."
@@ -323,7 +325,8 @@ def _sharded(
             notes.append(section.unscaled(dtype))
         if section.refusal:
             notes.append(f"dtype=float16 is not what it trains in, but bfloat16: {section.refusal}")
-    if scaled and stored is torch.float16:
+    trained = section.lora_dtype if section.lora else stored
+    if scaled and trained is torch.float16:
         sections.check_moments(section, name)
     sizes: dict[str, Any] = {}
     for size, key in _SIZES.get(section.strategy, _FSDPS_SIZES).items():
@@ -345,11 +348,11 @@ def _sharded(
         reduce=name_of(reduce) if reduce else "",
         optimizer=module + name,
         options=options,
-        adapters=name_of(section.lora_dtype) if section.lora else "",
+        adapters=name_of(trained),
         lr=learning_rate({**optim, **options}),
         decisions=scaled,
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
-        value_head=section.subject == "critic" and not section.lora,
+        value_head=section.subject == "critic",
         keys=keys,
         wrote=(*section.written(_ADDED), *sections.overridden(section)),
         illegal=illegal,
