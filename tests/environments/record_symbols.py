@@ -4,8 +4,8 @@
 
 FOLDER is the folder of tox's environments (default ``.tox``). Each pinned environment's own Python
 reads what is installed there, with the sources of this checkout. The record is
-``adapters/precision_shim_adapters/symbols.json``. A missing environment is named, and the record
-then lacks its versions.
+``adapters/precision_shim_adapters/symbols.json``, with ``sources.json`` beside it. A missing
+environment is named, and the record then lacks its versions.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def main() -> int:
         print(f"{folder} has none of {', '.join(missing)}: tox makes them", file=sys.stderr)
         return len(missing)
     record.unlink(missing_ok=True)
+    record.with_name("sources.json").unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)}
     for name in pinned():
         if name not in missing:

@@ -14,6 +14,7 @@ import difflib
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 
 from precision_shim.process import registry, standby, versions
@@ -21,7 +22,8 @@ from precision_shim.process import symbols as _symbols
 from precision_shim.process.digest import digest, digest_of
 from precision_shim.process.framework import Adapter
 from precision_shim.process.symbols import Record, in_order, plain
-from precision_shim.seams._source import Definition, definition, looking_at
+from precision_shim.seams._plan import facts_of
+from precision_shim.seams._source import Definition, definition, looking_at, source_digest
 from precision_shim_tools.upstream.trees import open_tree, over
 
 
@@ -74,12 +76,20 @@ def record(file: Path) -> None:
     Of Megatron it adds what any adapter wraps, because a framework also runs on the Megatron that
     another framework's environment pins.
     """
-    known = _symbols.read_symbols(file)
+    known, sources = _symbols.read_symbols(file), file.with_name(_symbols.SOURCES.name)
+    facts = json.loads(sources.read_text(encoding="utf-8")) if sources.exists() else {}
     for entry in registry.entries(third_party=False).values():
-        for name, version, digests in installed_digests(registry.load(entry)):
+        adapter = registry.load(entry)
+        for name, version, digests in installed_digests(adapter):
             add(known, name, version, digests)
             print(f"{name} {version}: {sum(map(bool, digests.values()))} symbols")
+        for module, fact in chain.from_iterable(map(facts_of, adapter.seams)):
+            digest_here = source_digest(module)
+            if digest_here:
+                facts.setdefault(digest_here, []).append(_symbols.short(fact))
     write(known, file)
+    ordered = {one: sorted({*found}) for one, found in sorted(facts.items())}
+    sources.write_text(json.dumps(ordered, indent=0) + "\n", encoding="utf-8")
 
 
 def changes(path: Path, framework: str) -> None:

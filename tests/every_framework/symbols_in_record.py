@@ -14,6 +14,10 @@ import pytest
 from precision_shim.process import symbols as _symbols
 from precision_shim.process.framework import Adapter
 from precision_shim.process.registry import entries, load
+from precision_shim.process.settings import FEATURES, resolve
+from precision_shim.seams import check
+from precision_shim.seams._plan import facts_of
+from precision_shim.seams._source import source_digest
 
 from ..environments.symbol_record import add, installed_digests
 from ..processes.commands import python
@@ -46,6 +50,12 @@ def hold(framework: str) -> None:
     recorded = _symbols.digests_of(shipped, adapter.distribution, _symbols.plain(version))
     own = next(digests for name, _, digests in found if name == adapter.distribution)
     assert set(recorded) == {target for target, digest in own.items() if digest}, HOW
+    proved = _symbols.proofs()
+    asked = {one for seam in adapter.seams for one in facts_of(seam) if source_digest(one[0])}
+    assert [one for one in asked if not proved(*one)] == [], HOW
+    settings = resolve(environ={})
+    parsed = check(adapter, FEATURES, settings).predicted()
+    assert check(adapter, FEATURES, settings, proved=proved).predicted() == parsed, HOW
 
 
 def hold_as_a_wheel(framework: str, folder: Path) -> None:

@@ -13,7 +13,7 @@ from precision_shim.process.framework import Adapter
 from precision_shim.process.in_force import asked_for, in_force
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import PREFIX, Settings
-from precision_shim.process.symbols import judge_version, missed
+from precision_shim.process.symbols import judge_version, missed, proofs
 from precision_shim.process.versions import Versions, version_of
 from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 from precision_shim.reporting.text import refusals
@@ -56,7 +56,8 @@ def predict_seams(
 
     ``versions`` returns the version of a distribution whose source is read.
     """
-    return check(adapter, settings.features, settings, missed(adapter, versions)).predicted()
+    had = missed(adapter, versions)
+    return check(adapter, settings.features, settings, had, proofs()).predicted()
 
 
 def predict_status(

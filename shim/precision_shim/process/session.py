@@ -29,7 +29,7 @@ from .in_force import in_force as _by_settings
 from .marks import Marks
 from .registry import entries, load
 from .settings import PREFIX, Settings
-from .symbols import judge_version, missed, plain
+from .symbols import judge_version, missed, plain, proofs
 from .versions import describe, version_of
 
 _lock = _forks.Lock()
@@ -61,6 +61,7 @@ class _Session:
             on_fault=self._say,
             describe=describe,
             missed=missed,
+            proved=proofs,
         )
         self.sleeper = Watcher(self._wake, before=True)
         self.marks = Marks(settings)

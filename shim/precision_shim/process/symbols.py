@@ -1,23 +1,29 @@
 """The record of digests maps each digest of a symbol's code to the versions that have this code.
 
-It is one generated file in the adapters' package. A seam is never refused because a digest differs.
+It is a generated file in the adapters' package. A seam is never refused because a digest differs.
 The code is compared, because a fork may change it without changing the version string.
+
+Beside it, ``sources.json`` maps the digest of a module's whole source to the facts that the seams'
+check found in it, so that a process need not parse this source again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..seams._source import source_digest
 from .digest import digest
 from .framework import Adapter
 from .registry import shared, symbols_file
 from .versions import Versions, version_of
 
 FILE = symbols_file()
+SOURCES = FILE.with_name("sources.json")
 
 Record = dict[str, dict[str, dict[str, list[str]]]]
 """Maps distribution, target and digest to the versions whose source has this digest."""
@@ -41,6 +47,29 @@ def read_symbols(path: Path = FILE) -> Record:
 def shipped() -> Record:
     """The record that this package ships."""
     return read_symbols()
+
+
+def proofs() -> Callable[[str, str], bool]:
+    """Return a function that tells whether a module's present source has a recorded fact."""
+
+    @cache
+    def facts(module: str) -> frozenset[str]:
+        return frozenset(_known_sources().get(source_digest(module), ()))
+
+    return lambda module, fact: short(fact) in facts(module)
+
+
+def short(fact: str) -> str:
+    """Return a fact as ``sources.json`` has it."""
+    return hashlib.sha256(fact.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def _known_sources() -> dict[str, list[str]]:
+    try:
+        return dict(json.loads(SOURCES.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # all source is parsed then
+        return {}
 
 
 def versions_of(record: Record, distribution: str) -> list[str]:

@@ -9,13 +9,15 @@ from typing import Any
 
 from ..errors import SeamError
 from ._seam import REQUIRED, name_of, reads_of
-from ._source import Symbol
+from ._source import Symbol, look
 
 _NAMED = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.KEYWORD_ONLY,
 )
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Through = Callable[[Any, Any, "tuple[Any, ...]", "dict[str, Any]"], Any]
 """wrapt's form of a wrapper: ``(wrapped, instance, args, kwargs)``."""
@@ -126,7 +128,7 @@ def prepare(
         raw: the symbol's value in its namespace; in a class it may be a descriptor.
         in_class: whether the symbol's namespace is a class.
         source: the symbol's description from its source, for parameters that a decorator hides
-            behind ``*args, **kwargs``.
+            behind ``*args, **kwargs``. Without a ``target``, it is read if it is needed.
 
     Raises:
         SeamError: the symbol lacks a parameter that the wrapper needs.
@@ -144,6 +146,8 @@ def prepare(
     kinds = {given.kind for given in signature or ()}
     lacking = [name for name in reads if name not in names]
     hidden = inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds
+    if not source.target and (signature is None or (lacking and not kinds.isdisjoint(_REST))):
+        source = look(target)
     if signature is None or (hidden and lacking):
         starts_alike = list(source.positional[: len(positional)]) == positional
         if starts_alike or (len(positional) == int(bound)):

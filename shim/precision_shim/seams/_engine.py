@@ -21,7 +21,7 @@ from ..process.forks import Lock, is_cut_off
 from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
-from ._plan import Group, Row, check, list_unchecked, refuse
+from ._plan import Group, Proved, Row, check, list_unchecked, nothing_proved, refuse
 from ._seam import Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -58,6 +58,7 @@ class SeamEngine:
         on_fault: Callable[[str, PrecisionShimError], None],
         describe: Callable[[Adapter], str],
         missed: Callable[[Adapter], Callable[[str], str]] = lambda adapter: lambda target: "",
+        proved: Callable[[], Proved] = lambda: nothing_proved,
     ) -> None:
         """Make a seam engine that has patched nothing yet.
 
@@ -69,6 +70,7 @@ class SeamEngine:
                 seams.
             describe: function that returns a framework's name and version, for messages.
             missed: function that returns ``had`` of ``check`` for an adapter.
+            proved: function that returns ``proved`` of ``check`` for the present source.
         """
         self._features = frozenset(features)
         self._settings = settings
@@ -76,6 +78,7 @@ class SeamEngine:
         self._on_fault = on_fault
         self._describe = describe
         self._missed = missed
+        self._proved = proved
         self._known: dict[str, _Known] = {}
         self._faults: dict[str, list[PrecisionShimError]] = {}
         self._refused: set[Group] = set()
@@ -89,7 +92,7 @@ class SeamEngine:
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
-            rows = list_unchecked(adapter, self._features)
+            rows = list_unchecked(adapter, self._features, self._proved())
             self._known[adapter.framework] = _Known(adapter, rows)
             self._effects[adapter.framework] = adapter.effects
             self._expect({row.seam.module for row in rows if row.state != "off"}, adapter.effects)
@@ -181,7 +184,7 @@ class SeamEngine:
         ):
             known.checked = True
             had = self._missed(known.adapter)
-            plan = check(known.adapter, self._features, self._settings, had)
+            plan = check(known.adapter, self._features, self._settings, had, self._proved())
             known.rows = plan.rows
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)

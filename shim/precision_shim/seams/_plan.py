@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 from ..process.framework import Adapter
 from ..reporting.record import SeamStatus
 from ._seam import Seam, name_of
-from ._source import Symbol, drop_trees, look
+from ._source import KINDS, Symbol, drop_trees, look
 
 Group = tuple[str, str, str]
 """Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
 
+Proved = Callable[[str, str], bool]
+"""Tells whether a record has a fact, such as ``fact_of`` a seam, on a module's present source."""
+
 _UNREAD = Symbol("")
+
+
+def nothing_proved(module: str, fact: str) -> bool:
+    """The ``Proved`` of an empty record: all source is parsed."""
+    return False
 
 
 @dataclass
@@ -28,7 +36,8 @@ class Row:
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
         causes: of a refused seam, the problems that ``reason`` tells.
-        symbol: the symbol's description from its source; empty before the check.
+        symbol: the symbol's description from its source; empty before the check, and if a record
+            proves that the source meets the seam's requirements.
     """
 
     group: Group
@@ -77,9 +86,11 @@ class SeamPlan:
         )
 
 
-def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
+def list_unchecked(
+    adapter: Adapter, features: Iterable[str], proved: Proved = nothing_proved
+) -> tuple[Row, ...]:
     """Return the installed version's seams; reads only sources in ``only_if`` and ``unless``."""
-    on, there = frozenset(features), cache(is_there)
+    on, there = frozenset(features), cache(partial(_meets, proved))
     return tuple(
         Row(
             (adapter.framework, seam.feature, seam.group),
@@ -88,6 +99,13 @@ def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]
         )
         for seam in adapter.seams
         if all(map(there, seam.only_if)) and not any(map(there, seam.unless))
+    )
+
+
+def _meets(proved: Proved, condition: str) -> bool:
+    module = condition.partition(":")[0]
+    return proved(module, condition) or (
+        not proved(module, f"not {condition}") and is_there(condition)
     )
 
 
@@ -105,6 +123,7 @@ def check(
     features: Iterable[str],
     settings: object,
     had: Callable[[str], str] = lambda target: "",
+    proved: Proved = nothing_proved,
 ) -> SeamPlan:
     """Decide from source which of an adapter's seams to patch.
 
@@ -114,12 +133,13 @@ def check(
         settings: passed to ``Seam.native``; no other code reads the settings.
         had: maps the target of an optional or conditional seam that does not exist in the source to
             a version that has the target (``"verl 0.9.1"``), or to ``""``.
+        proved: what a record knows of the source; such source is not parsed.
     """
-    rows = list_unchecked(adapter, features)
-    rows += tuple(_find_moved(adapter, features, rows, had))
+    rows = list_unchecked(adapter, features, proved)
+    rows += tuple(_find_moved(adapter, features, rows, had, proved))
     problems: dict[Group, list[str]] = {}
     for row in rows:
-        problem = _judge(row, settings) if row.state == "pending" else ""
+        problem = _judge(row, settings, proved) if row.state == "pending" else ""
         if problem:
             problems.setdefault(row.group, []).append(problem)
     _refuse_halves(rows, problems, had)
@@ -133,7 +153,11 @@ def check(
 
 
 def _find_moved(
-    adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
+    adapter: Adapter,
+    features: Iterable[str],
+    rows: Iterable[Row],
+    had: Callable[[str], str],
+    proved: Proved,
 ) -> Iterator[Row]:
     """Yield a ``Row`` for each seam with an unmet condition whose symbol no other seam finds.
 
@@ -148,7 +172,7 @@ def _find_moved(
         if id(seam) in stand or seam.feature not in on or seam.wrapper is None or seam.refusal:
             continue
         elsewhere = (group, seam.wrapper, _last(seam)) in placed
-        if not elsewhere and had(seam.target) and not look(seam.target).found:
+        if not elsewhere and had(seam.target) and not _meets(proved, seam.target):
             yield Row(group, seam)
 
 
@@ -176,10 +200,13 @@ def _refuse_halves(
                 problems.setdefault(row.group, []).append(row.reason)
 
 
-def _judge(row: Row, settings: object) -> str:
+def _judge(row: Row, settings: object, proved: Proved) -> str:
     """Set a seam's state from source; return the reason to refuse the seam's group, or ``""``."""
-    seam, symbol = row.seam, look(row.seam.target)
-    row.symbol = symbol
+    seam = row.seam
+    if seam.native is None and proved(seam.module, fact_of(seam)):
+        row.reason = seam.refusal
+        return ""
+    symbol = row.symbol = look(seam.target)
     if not symbol.module_found and seam.optional:
         row.state, row.reason = "absent", symbol.problem
         return ""
@@ -200,6 +227,21 @@ def _judge(row: Row, settings: object) -> str:
     else:
         row.reason = seam.refusal
     return ""
+
+
+def fact_of(seam: Seam) -> str:
+    """The fact that a seam's symbol is found, and that its source meets the requirements."""
+    fits = [kind for kind in KINDS if seam.fits(kind)]
+    return f"{seam.target} {seam.parameters} {sorted(seam.relies_on)} {fits}"
+
+
+def facts_of(seam: Seam) -> Iterator[tuple[str, str]]:
+    """Yield, for a record, each fact on the source that a seam asks for, and the fact's module."""
+    symbol = look(seam.target)
+    if not symbol.problem and not missing(seam, symbol):
+        yield seam.module, fact_of(seam)
+    for condition in (seam.target, *seam.only_if, *seam.unless):
+        yield condition.partition(":")[0], condition if is_there(condition) else f"not {condition}"
 
 
 def missing(seam: Seam, symbol: Symbol) -> str:

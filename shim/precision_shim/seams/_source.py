@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,6 +17,9 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LATER = ("context manager", "coroutine", "generator")  # they end after their call returns
+KINDS = ("", "class", "property", "staticmethod", "classmethod", *_LATER)
+"""Values of ``Symbol.kind``."""
 _PROPERTIES = {"property", "cached_property"}
 _CONTEXTS = {"contextmanager", "asynccontextmanager"}
 _NAMING = ("id", "attr", "arg", "name")
@@ -38,8 +42,7 @@ class Symbol:
         defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in the source of the symbol, or of a method's class.
         problem: why the symbol cannot be described, or ``""``.
-        kind: one of ``class``, ``property``, ``staticmethod``, ``classmethod``, ``context
-            manager``, ``coroutine`` or ``generator``; ``""`` for a plain function or method.
+        kind: one of ``KINDS``; ``""`` for a plain function or method.
     """
 
     target: str
@@ -128,6 +131,16 @@ def _namespace(name: str, path: Sequence[str]) -> ModuleSpec | None:
     spec = ModuleSpec(name, None, is_package=True)
     spec.submodule_search_locations = places
     return spec if places else None
+
+
+def source_digest(module: str) -> str:
+    """Return the SHA-256 of a module's source, in hexadecimal; ``""`` if it cannot be read."""
+    try:
+        read = _source.get()(module)
+        text = read() if read is not None else None
+    except Exception:  # look() tells the error
+        text = None
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() if text else ""
 
 
 def look(target: str) -> Symbol:

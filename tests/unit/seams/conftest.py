@@ -114,13 +114,14 @@ class Lab:
         self.faults = []
         self.engines = []
 
-    def engine(self, *, features=("f", "g"), strict=False, settings=None):
+    def engine(self, *, features=("f", "g"), strict=False, settings=None, **options):
         engine = SeamEngine(
             features=features,
             settings=settings,
             strict=strict,
             on_fault=lambda framework, error: self.faults.append((framework, str(error))),
             describe=lambda adapter: f"{adapter.framework} 1.0",
+            **options,
         )
         self.engines.append(engine)
         return engine
