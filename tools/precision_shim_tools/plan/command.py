@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ def read_launch_line(
             arguments = tuple(rest[1:] if rest[:1] == ["--"] else rest)
             launch = read_launch(front, arguments)
             source = file_of(word, launch.folder) if module else launch.folder / word
-            source = source if source is not None and source.is_file() else None
+            source = source if source is not None and os.path.isfile(source) else None
             framework = _framework(word, source, by_package)
             if script and source is None and not missing:
                 missing = f" There is no file {word} in {launch.folder.resolve()}: start the plan "
