@@ -592,10 +592,11 @@ def audited(job: Job) -> dict[str, Any]:
 def adapted(job: Job) -> dict[str, Any]:
     """Audit actors with LoRA adapters over weights in fp32 and bf16; peft refuses a critic."""
     install()
+    audits = []
     for stored in ("fp32", "bf16"):
         one = support.engine(job.model, param_dtype="bf16", lora=True, model_dtype=stored)
         support.train(one, range(1))
-    audits = [audit.to_dict() for audit in precision_shim.status().audit]
+        audits.append(precision_shim.status().audit[-1].to_dict())
     error = ""
     try:
         support.engine(job.value_model, param_dtype="bf16", critic=True, lora=True)

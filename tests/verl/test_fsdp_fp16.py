@@ -393,7 +393,6 @@ def test_adapters_need_the_bytes_that_the_plan_says(fsdp_ranks: Ranks, checkpoin
         for component in {*part["components"], *ranks[0]["components"]} - {"other"}:
             held = [one["components"].get(component, {"bytes": 0}) for one in ranks]
             total, planned = sum(one["bytes"] for one in held), part["components"].get(component)
-            print(stored, component, planned and planned["group_bytes"], total)
             assert total == (planned["group_bytes"] if planned else 0), (stored, component)
             assert total == 0 or held[0]["dtypes"] == planned["dtypes"], (stored, component)
     assert "prepare_inputs_for_generation" in found[0]["critic"]
