@@ -66,15 +66,18 @@ def verl() -> Any:
 
 
 def skyrl() -> Any:
-    """SkyRL's own actor group, with one policy worker."""
-    import skyrl.train.utils.utils as utils
+    """SkyRL's own policy worker, started as its actor group does, but without a GPU."""
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import PolicyWorker
-    from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup
     from skyrl.train.config import SkyRLTrainConfig
 
-    utils.peer_access_supported = lambda **_: True  # asks for GPUs
-    config = SkyRLTrainConfig.from_cli_overrides([])
-    return PPORayActorGroup(config.trainer, 1, 1, PolicyWorker)
+    where = ("local_rank", "master_addr", "master_port")
+    return PolicyWorker.options(num_cpus=0, num_gpus=0).remote(
+        cfg=SkyRLTrainConfig.from_cli_overrides([]).trainer,
+        world_size=1,
+        rank=0,
+        **dict.fromkeys(where),
+        sequence_parallel_size=1,
+    )
 
 
 def nemo_rl() -> Any:
@@ -102,7 +105,7 @@ def main(make: Callable[[], Any]) -> list[list[str]]:
             warnings.simplefilter("always")
             warnings.showwarning = lambda message, *_, told=told, **__: told.append(str(message))
             precision_shim.install()
-            start(2, num_gpus=1, runtime_env={"env_vars": {"PYTHONPATH": one}})
+            start(2, runtime_env={"env_vars": {"PYTHONPATH": one}})
             made = make()
             actors = session._current.actors
             assert actors._waiting or told
