@@ -38,13 +38,8 @@ WORKERS = {
 
 COMMANDS = {
     "import torch": ("-c", "import torch"),
-    "precision-shim checkpoint nowhere": (
-        "-m",
-        "precision_shim_tools.cli",
-        "checkpoint",
-        "nowhere",
-    ),
-    "precision-shim doctor": ("-m", "precision_shim_tools.cli", "doctor"),
+    "precision-shim checkpoint nowhere": ("-m", "precision_shim", "checkpoint", "nowhere"),
+    "precision-shim doctor": ("-m", "precision_shim", "doctor"),
 }
 
 
