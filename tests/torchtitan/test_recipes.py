@@ -31,7 +31,7 @@ KEY = re.compile("precision|dtype|float|quant|converter|optimizer|lora", re.IGNO
     "pattern", ["torchtitan/**/config_registry.py", "torchtitan_recipes/**/*.py"]
 )
 def test_recipes(pattern: str) -> None:
-    hold(dict(lines(pattern)), *UNPLANNED)
+    hold(dict(lines(pattern)), *UNPLANNED, least=0.5)  # many are pipelines
 
 
 def lines(pattern: str) -> Iterator[tuple[str, list[str]]]:
