@@ -85,7 +85,7 @@ def test_the_groups_bytes_are_those_of_all_ranks_audits(run_ranks: Ranks) -> Non
     for key in audits[0]:
         kind, _, name = key.partition(": ")
         made = planned(cases[name], kind == "experts", world)
-        parts = {one.name: one for one in made.before[0].parts}
+        parts = {one.name: one for one in made.without[0].parts}
         for named in audits[0][key]["parts"]:
             part = parts[_alias(named["name"], parts)]
             of_ranks = [_part(one[key], named["name"]) for one in audits]
@@ -126,7 +126,7 @@ def test_on_fsdp2_with_two_ranks_too(run_ranks: Ranks) -> None:
         made, found = sharded.plan(None, None)
         assert found == []
         assert made is not None
-        (part,) = made.after[0].parts
+        (part,) = made.with_shim[0].parts
         for component in audits[0][str(dtype)]["parts"][0]["components"]:
             if component == "other":
                 continue

@@ -277,7 +277,7 @@ def test_an_environment_that_uv_makes_without_the_shim(options: str, told: bool)
 
 def test_the_fullest_stage_is_shown() -> None:
     (model,) = plan_models().models
-    peaks = [stage.totals["peak"] for stage in model.after]
+    peaks = [stage.totals["peak"] for stage in model.with_shim]
     assert peaks[model.fullest] == max(peaks)
     assert f"stage {model.fullest}, the fullest" in render(plan_models())
     uneven = replace(asked(), sizes=replace(asked().sizes, last=30))
@@ -401,12 +401,12 @@ def test_a_group_of_no_gpu_on_dtensor_is_named(group: str) -> None:
 def test_fsdp_is_planned_too() -> None:
     model = shapes.of_size("8B")
     made = plan_models(ShardedModel("policy", model, 64, "fp32"))
-    (stage,) = made.models[0].after
+    (stage,) = made.models[0].with_shim
     assert stage.totals["bytes"] == 8 * 10**9 * 16 // 64
     assert "computes in bf16, FSDP reduces gradients in fp32" in render(made)
     assert made.models[0].notes == ()
     on_host = plan_models(ShardedModel("policy", model, 64, "fp32", offload=True))
-    assert on_host.models[0].after[0].totals["gpu"] == 0
+    assert on_host.models[0].with_shim[0].totals["gpu"] == 0
     with pytest.raises(PlanError, match="or of tensor x 7 shards"):
         plan_models(ShardedModel("policy", model, 64, "fp32", shards=7))
 
@@ -417,9 +417,9 @@ def test_fp8_parameters_get_what_the_worker_gives_them() -> None:
     assert not made.problems
     (model,) = made.models
     assert "fp8 or fp4 parameters: nothing is added" in model.decisions[0].because
-    assert model.before == model.after
-    sixteen = plan_models(plain).models[0].before[0].parts
-    for part, other in zip(model.after[0].parts, sixteen, strict=True):
+    assert model.without == model.with_shim
+    sixteen = plan_models(plain).models[0].without[0].parts
+    for part, other in zip(model.with_shim[0].parts, sixteen, strict=True):
         assert part.components["params"].dtypes == ("bf16", "fp8")
         assert part.components["params"].bytes == other.components["params"].bytes
         assert part.components["master"] == other.components["master"]
@@ -459,7 +459,7 @@ def test_fp8_parameters_beside_a_precision_aware_optimizer(
     found = [problem.key for problem in made.problems if problem.code == "fp8-parameters"]
     assert found == ([f"optim.{key}"] if key else [])
     if not key:  # Megatron keeps whole masters, which get fp32 copies of bf16 gradients
-        (part, *_) = made.models[0].after[0].parts
+        (part, *_) = made.models[0].with_shim[0].parts
         assert part.components["master"].dtypes == ("fp32",)
 
 

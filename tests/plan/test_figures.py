@@ -63,7 +63,7 @@ def test_the_figures_of_qwen3_30b_a3b() -> None:
             use_precision_aware_optimizer=True, adam_beta2=0.95, **low
         )
     )
-    found = [round(one.before[0].totals["bytes"] / GIB, 2) for one in (plain, shipped, follows)]
+    found = [round(one.without[0].totals["bytes"] / GIB, 2) for one in (plain, shipped, follows)]
     assert found == [12.57, 9.27, 7.49]
 
 
@@ -75,8 +75,8 @@ def test_follow_model_reaches_the_smallest_by_itself() -> None:
     made, found = plan_model(asked, settings, NEWEST)
     assert made is not None
     assert not found
-    assert round(made.before[0].totals["bytes"] / GIB, 2) == 12.57
-    assert round(made.after[0].totals["bytes"] / GIB, 2) == 7.49
+    assert round(made.without[0].totals["bytes"] / GIB, 2) == 12.57
+    assert round(made.with_shim[0].totals["bytes"] / GIB, 2) == 7.49
     assert {one.feature for one in made.decisions} == {"bf16-dispatch", "grad-bucket-alignment"}
 
 
@@ -84,7 +84,7 @@ def test_a_second_moment_that_cannot_decay_stays_fp32() -> None:
     settings = resolve(settings={"optimizer_states": "auto"}, environ={})
     made, _ = plan_model(qwen3(auto="guarded"), settings, NEWEST)
     assert made is not None
-    components = made.after[0].parts[0].components
+    components = made.with_shim[0].parts[0].components
     assert components["exp_avg"].dtypes == ("bf16",)
     assert components["exp_avg_sq"].dtypes == ("fp32",)
     assert "cannot decay" in made.decisions[0].because
@@ -100,7 +100,7 @@ def test_a_second_moment_that_the_user_wrote_and_that_cannot_decay(beta2: float 
 
 
 def test_plain_adam_copies_a_16_bit_bucket_for_the_step() -> None:
-    dense = planned(qwen3(bucket_in_fp32=False)).before[0].parts[0]
+    dense = planned(qwen3(bucket_in_fp32=False)).without[0].parts[0]
     assert dense.at_step["grad_copies"].group_bytes == 4 * dense.parameters
 
 
@@ -111,7 +111,7 @@ def test_offload_leaves_parameters_and_gradients_and_says_what_the_host_needs() 
         qwen3(asked={**offload, "use_precision_aware_optimizer": True}, bucket_in_fp32=False)
     )
     for one, per_parameter in ((made, 6 + 4 / 16), (aware, 4)):
-        dense = one.before[0].parts[0]
+        dense = one.without[0].parts[0]
         held = dense.components.values()
         on_gpu = sum(component.bytes - component.host for component in held)
         assert on_gpu == pytest.approx(per_parameter * dense.parameters)
@@ -123,7 +123,7 @@ def test_fp32_sums_beside_a_bf16_bucket() -> None:
     model = qwen3(bucket_in_fp32=False)
     sums = replace(model, buckets={SUMS: ["all"]})
     for one, per_parameter, copied in ((model, 2, 4), (sums, 6, 0)):
-        (dense, *_) = planned(one).before[0].parts
+        (dense, *_) = planned(one).without[0].parts
         assert dense.components["grad_buckets"].dtypes == ("bf16",)
         assert dense.components["grad_buckets"].bytes == per_parameter * dense.parameters
         copies = dense.at_step.get("grad_copies")
@@ -231,7 +231,7 @@ def test_a_model_that_is_not_trained_has_no_dtype_of_an_optimizer() -> None:
     made, found = plan_model(reference, SETTINGS, NEWEST)
     assert found == []
     assert made is not None
-    assert set(made.after[0].parts[0].components) == {"frozen"}
+    assert set(made.with_shim[0].parts[0].components) == {"frozen"}
 
 
 def test_gradients_that_cannot_be_clipped_are_named_by_the_buckets_key() -> None:

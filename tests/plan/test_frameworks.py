@@ -97,7 +97,7 @@ def check_fp8(plain: Sequence[str], *more: str, gathers: bool = True) -> None:
     (model,) = plan["models"]
     reason = next(d["because"] for d in model["decisions"] if d["feature"] == "bf16-dispatch")
     assert "fp8 or fp4 parameters: nothing is added" in reason
-    parts = [part["components"] for part in model["after"][0]["parts"]]
+    parts = [part["components"] for part in model["with_shim"][0]["parts"]]
     for part in parts:
         assert part["params"]["dtypes"] == ["bf16", "fp8"]
         assert {part[one]["dtypes"][0] for one in ("master", "exp_avg", "exp_avg_sq")} == {"fp32"}
@@ -182,7 +182,7 @@ def test_verl_on_megatron(model: Path) -> None:
         f"{states}.exp_avg_sq_dtype=bf16",
     )
     _, low = planned("--", *MEGATRON, path, *words)
-    assert gib(low["models"][0]["before"][0]) == 7.49
+    assert gib(low["models"][0]["without"][0]) == 7.49
     assert (plan["unset"], actor["ends"]) == (True, "")
     assert "_dtype='bf16' is not turned into a dtype" in low["models"][0]["ends"]
     layers = "+actor_rollout_ref.actor.megatron.override_transformer_config"
@@ -196,7 +196,7 @@ def test_verl_on_megatron(model: Path) -> None:
     critic = f"critic.model.path={model}"
     _, three = planned("--", *MEGATRON, path, *ref, critic)
     assert subjects(three) == ["actor", "ref", "critic"]
-    assert set(three["models"][1]["after"][0]["parts"][0]["components"]) == {"frozen"}
+    assert set(three["models"][1]["with_shim"][0]["parts"][0]["components"]) == {"frozen"}
 
 
 @needs("verl")
@@ -204,7 +204,7 @@ def test_verl_on_fsdp_and_what_is_illegal(model: Path) -> None:
     path = f"actor_rollout_ref.model.path={model}"
     code, plan = planned("--", *VERL, "algorithm.adv_estimator=grpo", path)
     assert code == 0
-    (part,) = plan["models"][0]["after"][0]["parts"]
+    (part,) = plan["models"][0]["with_shim"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     assert part["components"]["params"]["sharded"] is True
     assert scaling(plan) == []
@@ -225,7 +225,7 @@ def test_verl_on_fsdp_and_what_is_illegal(model: Path) -> None:
     assert scaling(plan) == [(OURS, instead if own else "fp16 parameters")]
     _, two = planned("--", *VERL, "algorithm.adv_estimator=grpo", path, reference)
     assert subjects(two) == ["actor", "ref"]
-    totals = two["models"][1]["after"][0]["totals"]
+    totals = two["models"][1]["with_shim"][0]["totals"]
     assert (totals["gpu"], totals["host"] > 0) == (0, True)
     for where in ("", "fsdp_config."):
         parts = f"actor_rollout_ref.actor.{where}ulysses_sequence_parallel_size=3"
@@ -252,7 +252,9 @@ def test_verls_own_fields_take_other_names_without_the_shim(model: Path) -> None
     assert (code, plan["problems"]) == (0, [])
     told = "verl itself takes 32, bf16" if native else "McoreOptimizerConfig has no"
     assert told in plan["models"][0]["ends"]
-    assert plan["models"][0]["after"][0]["parts"][0]["components"]["exp_avg"]["dtypes"] == ["bf16"]
+    assert plan["models"][0]["with_shim"][0]["parts"][0]["components"]["exp_avg"]["dtypes"] == [
+        "bf16"
+    ]
     code, plan = planned("--", "PRECISION_SHIM=0", *line, *low)
     assert code == 1
     assert f"{ACTOR}.optim.exp_avg_dtype" in {one["key"] for one in plan["problems"]}
@@ -303,11 +305,11 @@ def test_verls_veomni_engine(model: Path) -> None:
     code, plan = planned("--", *VERL, *both, half)
     because = "dtype is float16, and verl's veomni engine has no loss scaler"
     assert (code, scaling(plan), scaling(plan, 1)) == (0, [(OURS, because)], [])
-    (part,) = plan["models"][0]["after"][0]["parts"]
+    (part,) = plan["models"][0]["with_shim"][0]["parts"]
     kept = {name: one["dtypes"] for name, one in part["components"].items()}
     assert {kept[name][0] for name in ("params", "exp_avg", "exp_avg_sq")} == {"fp32"}
     # The dtype in which parameters are gathered does not affect what is stored.
-    assert plan["models"][0]["after"] == plain["models"][0]["after"]
+    assert plan["models"][0]["with_shim"] == plain["models"][0]["with_shim"]
     low = f"{key}.mixed_precision=False"
     code, plan = planned("--", *VERL, *both, half, low)
     assert code == 1
@@ -337,7 +339,7 @@ def test_verls_fsdp_turbo_engine(model: Path) -> None:
     own = key.partition("fsdp_config.")[2]
     because = f"{own} is float16, and verl's fsdp_turbo engine has no loss scaler"
     assert (code, scaling(plan), plan["models"][0]["reduces"]) == (0, [(OURS, because)], "fp32")
-    (part,) = plan["models"][0]["after"][0]["parts"]
+    (part,) = plan["models"][0]["with_shim"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     said = refused("--", *VERL, *actor, f"{key}=half-and-half")
     assert f"{key}='half-and-half' is no dtype" in said
@@ -352,7 +354,7 @@ def test_verl_where_the_shim_is_not_in_force(monkeypatch: pytest.MonkeyPatch, mo
     on_megatron = (*MEGATRON, path, states)
     on_fsdp = (*GRPO, path, f"+{MIXED}.param_dtype=fp16")
     (one,) = planned("--", *on_megatron)[1]["models"]
-    assert one["before"] != one["after"]
+    assert one["without"] != one["with_shim"]
     assert {"bf16-dispatch", "grad-bucket-alignment"} <= {d["feature"] for d in one["decisions"]}
     assert scaling(planned("--", *on_fsdp)[1])
     # Versions before 0.9 have these fields only from the shim.
@@ -378,7 +380,7 @@ def out_of_force(
     front = ("--", off) if off else ("--",)
     _, plan = planned(*front, *on_megatron, *more)
     (one,) = plan["models"]
-    assert (one["before"], one["decisions"]) == (one["after"], [])
+    assert (one["without"], one["decisions"]) == (one["with_shim"], [])
     assert scaling(planned(*front, *on_fsdp)[1]) == []
     return plan
 
@@ -422,7 +424,7 @@ def test_skyrl(model: Path) -> None:
     )
     code, plan = planned("--", *words)
     assert (code, plan["world_size"], subjects(plan)) == (0, 64, ["policy"])
-    assert gib(plan["models"][0]["before"][0]) == 12.57
+    assert gib(plan["models"][0]["without"][0]) == 12.57
     config = "trainer.policy.megatron_config"
     layers = f"{config}.transformer_config_kwargs"
     eight = [f"{layers}.{one}" for one in ("fp8=hybrid", "fp8_recipe=blockwise", "fp8_param=true")]
@@ -440,7 +442,7 @@ def test_skyrl(model: Path) -> None:
     _, scaled = planned("--", *fsdp, "trainer.strategy=fsdp2", half)
     key = "policy.fsdp_config.mixed_precision.param_dtype is fp16"
     assert scaling(scaled) == [(OURS, key), ("autocast to fp16", "it follows param_dtype")]
-    assert plan["models"][0]["after"][0]["parts"][0]["data_parallel_size"] == 64
+    assert plan["models"][0]["with_shim"][0]["parts"][0]["data_parallel_size"] == 64
     critic = f"trainer.critic.model.path={model}"
     apart = ("trainer.placement.colocate_all=false", "trainer.algorithm.use_kl_loss=true", critic)
     gpus = ("trainer.placement.ref_num_nodes=8", "trainer.placement.ref_num_gpus_per_node=8")
@@ -475,8 +477,10 @@ def test_nemo_rl(model: Path) -> None:
     words = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
     code, plan = planned("--", *words)
     assert (code, plan["framework"], plan["world_size"]) == (0, "nemo-rl", 64)
-    assert gib(plan["models"][0]["before"][0]) == 9.27
-    assert plan["models"][0]["before"][0]["parts"][0]["components"]["master"]["dtypes"] == ["int16"]
+    assert gib(plan["models"][0]["without"][0]) == 9.27
+    assert plan["models"][0]["without"][0]["parts"][0]["components"]["master"]["dtypes"] == [
+        "int16"
+    ]
     eight = "{enabled: true, fp8: e4m3, fp8_recipe: blockwise, fp8_param: true}"
     aware = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
     eight = f"++policy.megatron_cfg.fp8_cfg={eight}"
@@ -487,7 +491,7 @@ def test_nemo_rl(model: Path) -> None:
     assert code == 0
     assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
     assert any("its 2 ranks in bf16, before FSDP" in one for one in plan["models"][0]["notes"])
-    (part,) = plan["models"][0]["after"][0]["parts"]
+    (part,) = plan["models"][0]["with_shim"][0]["parts"]
     assert scaling(plan) == []
     low = ("++policy.hf_config_overrides.dtype=bfloat16", "++policy.optimizer.kwargs.lr=1e-6")
     _, stored = planned("--", *words, *off, *low)
@@ -517,7 +521,7 @@ def test_nemo_rl(model: Path) -> None:
     copies = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.dp_replicate_size=2")
     code, plan = planned("--", *words, *off, *copies)
     assert (code, plan["models"][0]["layout"]["replicas"]) == (0, 2)
-    (whole,) = plan["models"][0]["after"][0]["parts"]
+    (whole,) = plan["models"][0]["with_shim"][0]["parts"]
     assert whole["data_parallel_size"] == 16
     twice = 2 * part["components"]["exp_avg"]["bytes"]
     assert whole["components"]["exp_avg"]["bytes"] == pytest.approx(twice, abs=2)
@@ -639,7 +643,7 @@ def test_adapters_train_over_a_frozen_model(
 ) -> None:
     code, plan = planned("--model", str(model), "--", *line)
     one = plan["models"][0]
-    parts = one["after"][0]["parts"]
+    parts = one["with_shim"][0]["parts"]
     assert (code, [part["parameters"] for part in parts]) == (0, [*filter(None, trained)])
     held = parts[0]["components"]
     if dtypes.startswith("own"):  # verl's, over weights in bf16
@@ -783,7 +787,7 @@ def test_a_reward_model_that_is_trained_has_one_output(model: Path) -> None:
         "reward_model_cfg: {enabled: true}}\ncluster: {gpus_per_node: 8, num_nodes: 1}\n"
     )
     words = ("--", "python", "examples/nemo_rl/run_rm.py", "--config", str(model / "job.yaml"))
-    (part,) = planned(*words)[1]["models"][0]["after"][0]["parts"]
+    (part,) = planned(*words)[1]["models"][0]["with_shim"][0]["parts"]
     output = QWEN3_30B_A3B["hidden_size"] * (QWEN3_30B_A3B["vocab_size"] - 1)
     assert part["parameters"] == 30_532_122_624 - output
 
@@ -833,7 +837,7 @@ def test_each_of_several_teachers_is_a_model(model: Path) -> None:
     _, plan = planned("--", *words)
     assert subjects(plan) == ["policy", "teacher_0", "teacher_1"]
     for one in plan["models"][1:]:
-        (part,) = one["after"][0]["parts"]
+        (part,) = one["with_shim"][0]["parts"]
         assert set(part["components"]) == {"frozen"}
 
 
@@ -850,11 +854,11 @@ def test_torchtitan() -> None:
     )
     (note,) = {*follows["notes"]} - {*plan["notes"]}  # the job has no rollout
     assert note.startswith("PRECISION_SHIM_ROLLOUT=follow has no effect on this job")
-    (part,) = plan["models"][0]["after"][0]["parts"]
+    (part,) = plan["models"][0]["with_shim"][0]["parts"]
     assert part["data_parallel_size"] == 8
     assert part["components"]["exp_avg"]["dtypes"] == ["fp32"]
     words += ("--config", "qwen3_debugmodel", "--optimizer.implementation=fused_opt_states_bf16")
-    (low,) = planned("--", *words)[1]["models"][0]["after"][0]["parts"]
+    (low,) = planned("--", *words)[1]["models"][0]["with_shim"][0]["parts"]
     for name in ("exp_avg", "exp_avg_sq"):
         assert low["components"][name]["dtypes"] == ["bf16"]
         assert 2 * low["components"][name]["bytes"] == part["components"][name]["bytes"]
@@ -911,7 +915,7 @@ def test_torchtitan_reads_the_names_that_the_job_may_write(name: str) -> None:
     words = (*LLAMA, "--training.mixed_precision_param", name)
     code, plan = planned("--", "torchrun", "--nproc-per-node=8", *words)
     assert (code, plan["problems"]) == (0, [])
-    assert plan["models"][0]["after"] == plan["models"][0]["before"]
+    assert plan["models"][0]["with_shim"] == plan["models"][0]["without"]
     because = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
     assert scaling(plan) == ([] if name == "bf16" else [(OURS, because)])
     assert f"invalid choice '{name}'" in plan["models"][0]["ends"]

@@ -46,7 +46,7 @@ def test_a_line_that_starts_the_job_by_run(front: str) -> None:
 
     def models(*words: str) -> list[dict[str, object]]:
         _, plan = planned(*size, *words)
-        return [one["after"] for one in plan["models"]] + plan["models"][0]["decisions"]
+        return [one["with_shim"] for one in plan["models"]] + plan["models"][0]["decisions"]
 
     run = (*front.split(), "run")
     follow = ("--set", "optimizer_states=follow-model")
@@ -80,7 +80,7 @@ def test_the_kill_switch(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     on = ["PRECISION_SHIM_OPTIMIZER_STATES=follow-model", "PRECISION_SHIM_GRAD_BUCKET=align"]
     _, plan = planned("--parameters", "1M", "--", *on, "PRECISION_SHIM=1", *words)
     (one,) = plan["models"]
-    assert one["before"] != one["after"]
+    assert one["without"] != one["with_shim"]
     assert one["decisions"]
     assert not [note for note in plan["notes"] if "PRECISION_SHIM" in note]
     if said == "in the line":
@@ -89,7 +89,7 @@ def test_the_kill_switch(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
         monkeypatch.setenv("PRECISION_SHIM", "Off")
     _, plan = planned("--parameters", "1M", "--", *on, *words)
     (one,) = plan["models"]
-    assert one["before"] == one["after"]
+    assert one["without"] == one["with_shim"]
     assert one["decisions"] == []
     assert plan["notes"][0].startswith("PRECISION_SHIM=Off is set, so the shim does nothing")
     # As for a job, the line's own variable counts, not the environment's.

@@ -159,7 +159,7 @@ def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
     ]
     held = {
         name: tuple(one["dtypes"])
-        for part in model["after"][0]["parts"]
+        for part in model["with_shim"][0]["parts"]
         for name, one in {**part["at_step"], **part["components"]}.items()
     }
     scale = scales[0] if scales else None

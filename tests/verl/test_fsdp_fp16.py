@@ -387,7 +387,7 @@ def test_adapters_need_the_bytes_that_the_plan_says(fsdp_ranks: Ranks, checkpoin
         key = f"{actor}.actor.fsdp_config.model_dtype={stored}"
         code, out, said = command(*line, *words, key)
         assert code == 0, said
-        (part,) = json.loads(out)["models"][0]["after"][0]["parts"]
+        (part,) = json.loads(out)["models"][0]["with_shim"][0]["parts"]
         ranks = [one["audits"][place]["parts"][0] for one in found]
         assert part["parameters"] == ranks[0]["parameters"]
         for component in {*part["components"], *ranks[0]["components"]} - {"other"}:

@@ -32,7 +32,7 @@ def draw(plan: JobPlan, path: Path, memory: float | None = None) -> None:
     bars = {
         f"{model.subject}\n{side}": _heights(stages[model.fullest])
         for model in plan.models
-        for side, stages in (("without", model.before), ("with", model.after))
+        for side, stages in (("without", model.without), ("with", model.with_shim))
     }
     figure = Figure(figsize=(max(6.0, 1.1 * len(bars) + 3.0), 5.0), layout="constrained")
     axes = figure.subplots()

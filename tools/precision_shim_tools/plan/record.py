@@ -125,8 +125,8 @@ class ModelPlan:
 
     Attributes:
         layout: how the model is distributed over the GPUs.
-        before: the pipeline stages without the shim.
-        after: the pipeline stages with the shim.
+        without: the pipeline stages without the shim.
+        with_shim: the pipeline stages with the shim.
         notes: remarks on legal settings.
         source: the file or directory from which names and shapes were read.
         computes: dtype of the parameters while a layer computes.
@@ -141,8 +141,8 @@ class ModelPlan:
     parameters: int
     layout: Mapping[str, Any]
     decisions: tuple[Decided, ...]
-    before: tuple[Stage, ...]
-    after: tuple[Stage, ...]
+    without: tuple[Stage, ...]
+    with_shim: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
     source: str = ""
     computes: str = ""
@@ -154,12 +154,12 @@ class ModelPlan:
     @property
     def fullest(self) -> int:
         """Number of the pipeline stage whose GPUs need the most memory with the shim."""
-        return max(self.after, key=lambda stage: stage.totals["peak"]).stage
+        return max(self.with_shim, key=lambda stage: stage.totals["peak"]).stage
 
     @property
     def peak(self) -> int:
         """The largest number of bytes on a GPU with the shim, while the optimizer steps."""
-        return self.after[self.fullest].totals["peak"]
+        return self.with_shim[self.fullest].totals["peak"]
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class JobPlan:
         """Return the plan as dicts, lists, strings and numbers."""
         told = asdict(self)
         for model, plan in zip(told["models"], self.models, strict=True):
-            for side in ("before", "after"):
+            for side in ("without", "with_shim"):
                 stages: tuple[Stage, ...] = getattr(plan, side)
                 for shown, stage in zip(model[side], stages, strict=True):
                     shown["totals"] = stage.totals

@@ -128,7 +128,7 @@ def _without_effect(wrote: Sequence[Written], model: ModelPlan, where: str) -> F
     from precision_shim.precision.effect import COMPUTES, REDUCES, without_effect
 
     held: dict[str, Sequence[str]] = {COMPUTES: (model.computes,), REDUCES: (model.reduces,)}
-    for part in (part for stage in model.after for part in stage.parts):
+    for part in (part for stage in model.with_shim for part in stage.parts):
         for name, component in part.components.items():
             held[name] = (*held.get(name, ()), *component.dtypes)
     held = {name: dtypes for name, dtypes in held.items() if any(dtypes)}

@@ -80,12 +80,12 @@ def _wrong(model: ModelPlan) -> list[str]:
 
 def _rows(model: ModelPlan, memory: float | None) -> Iterator[TableRow]:
     """Yield the table's rows for the pipeline stage that needs the most memory."""
-    before, after = model.before[model.fullest], model.after[model.fullest]
-    if len(model.after) > 1:
-        yield f"stage {after.stage}, the fullest", "", "", "", ""
-    for part, other in zip(before.parts, after.parts, strict=True):
+    without, with_shim = model.without[model.fullest], model.with_shim[model.fullest]
+    if len(model.with_shim) > 1:
+        yield f"stage {with_shim.stage}, the fullest", "", "", "", ""
+    for part, other in zip(without.parts, with_shim.parts, strict=True):
         yield from _of_part(part, other)
-    first, second = before.totals, after.totals
+    first, second = without.totals, with_shim.totals
     steps = any(totals["peak"] > totals["gpu"] for totals in (first, second))
     for title, key, shown in (
         ("together", "gpu", True),
@@ -99,13 +99,13 @@ def _rows(model: ModelPlan, memory: float | None) -> Iterator[TableRow]:
         yield f"left of {memory:g}", "", left[0], "", left[1]
 
 
-def _of_part(before: PlannedPart, after: PlannedPart) -> Iterator[TableRow]:
-    name = "" if before.name == "model" else f"{before.name} "
+def _of_part(without: PlannedPart, with_shim: PlannedPart) -> Iterator[TableRow]:
+    name = "" if without.name == "model" else f"{without.name} "
     for component in COMPONENTS:
-        sides = [part.components.get(component) for part in (before, after)]
+        sides = [part.components.get(component) for part in (without, with_shim)]
         if any(sides):
             shared = any(side is not None and side.sharded for side in sides)
-            share = f" / {before.data_parallel_size}" if shared else ""
+            share = f" / {without.data_parallel_size}" if shared else ""
             dtypes = ["+".join(side.dtypes) if side else "-" for side in sides]
             sizes = [gigabytes(side.bytes - side.host if side else 0) for side in sides]
             yield f"{name}{component}{share}", dtypes[0], sizes[0], dtypes[1], sizes[1]
