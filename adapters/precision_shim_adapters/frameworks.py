@@ -161,7 +161,8 @@ SKYRL = _ours(
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
     plan="precision_shim_tools.plan.skyrl:plan_job",
-    actors=r"skyrl\.",
+    # Its entry points and workers; its RegistryActor trains nothing.
+    actors=r"skyrl\.(train\.|backends\.skyrl_train\.workers\.)",
     checkpoints=Checkpoints(
         steps=r"global_step_(\d+)",
         models=("policy", "critic"),

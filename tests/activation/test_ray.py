@@ -403,7 +403,7 @@ def start(*kinds, strict=False, **env_vars):
         except precision_shim.PartialInstallationError as error:
             result = f"error: {error}"
         while session._current.actors._waiting:
-            time.sleep(0.05)
+            ray.get(ray.put(time.sleep(0.05)))
         said.append([result, *told])
         precision_shim.uninstall()
     return said

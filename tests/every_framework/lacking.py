@@ -110,7 +110,7 @@ def main(make: Callable[[], Any]) -> list[list[str]]:
             actors = session._current.actors
             assert actors._waiting or told
             while actors._waiting:
-                time.sleep(0.05)
+                ray.get(ray.put(time.sleep(0.05)))
             found.append([one for one in told if "started on Ray" in one])
             del made
             ray.shutdown()

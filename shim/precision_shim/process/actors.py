@@ -6,7 +6,7 @@ process that starts it asks it. A new actor answers before any of its methods.
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import functools
 import re
 import sys
@@ -39,7 +39,7 @@ class Actors:
         self._strict = strict
         self._watcher = Watcher(self._wrap)
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
-        self._waiting: dict[concurrent.futures.Future[Any], str] = {}
+        self._waiting: dict[Any, str] = {}
         self._tasks: set[str] = set()
         self._told = ""
 
@@ -63,15 +63,17 @@ class Actors:
         starts, name = _PLACES[module]
         owner = getattr(sys.modules[module], starts, None) if starts else sys.modules[module]
         original = getattr(owner, name, None)
-        if original is None or not (starts or self._strict):
+        if original is None:
             return
 
         @functools.wraps(original)
         def ours(*args: Any, **kwargs: Any) -> Any:
-            if not starts:
-                self._raise()
+            if not starts and self._strict:
+                self._hear(original, PATIENCE)
             result = original(*args, **kwargs)
-            if starts and self._wrapped and not self._told and standby.asked():
+            if not starts:
+                self._hear(original, 0)
+            elif self._wrapped and not self._told and standby.asked():
                 try:
                     self._ask(args[0], result, kwargs)
                 except Exception as error:  # such as Ray's client, or a later Ray
@@ -103,17 +105,30 @@ class Actors:
             reference = ray.remote(num_cpus=0, max_retries=0, **own)(look).remote()
         else:
             reference = started.__ray_call__.remote(look)
-        answer = reference.future()
-        self._waiting[answer] = name
-        answer.add_done_callback(functools.partial(self._hear, name))
+        self._waiting[reference] = name
 
-    def _hear(self, name: str, answer: concurrent.futures.Future[Any]) -> None:
-        if not self._told and answer.exception() is None:  # else the process has ended
-            self._judge(name, *answer.result())
-        self._waiting.pop(answer, None)
+    def _hear(self, get: Callable[[Any], Any], seconds: float) -> None:
+        """Judge the answers that come within ``seconds``; in strict mode raise an error, once.
+
+        A thread of Ray must not read an answer: it would wait for the lock under which an actor
+        imports its class, and a class of SkyRL waits for that thread when it is imported.
+        """
+        if not (self._waiting and self._wrapped):
+            return
+        import ray
+
+        waiting, self._waiting = self._waiting, {}
+        ready, late = ray.wait([*waiting], num_returns=len(waiting), timeout=seconds)
+        self._waiting.update((one, waiting[one]) for one in late if not seconds)
+        for one in ready:
+            with contextlib.suppress(Exception):  # the process has ended
+                self._judge(waiting[one], *get(one))
+        told, self._strict = self._told, self._strict and not self._told
+        if told and seconds:
+            raise PartialInstallationError(told)
 
     def _judge(self, name: str, switch: str, found: bool, version: str | None, place: str) -> None:
-        if version == __version__ or switch in OFF:
+        if self._told or version == __version__ or switch in OFF:
             return
         lacks = "" if found else ", the package is not installed there"
         why = f"version {version}" if version else f"{PREFIX}={switch or 'unset'}{lacks}"
@@ -126,16 +141,6 @@ class Actors:
         )
         if not self._strict:
             _journal.warn_or_say(self._told)
-
-    def _raise(self) -> None:
-        """In strict mode wait for the answers, some time, and raise an error, once."""
-        if self._strict and self._wrapped:
-            waiting, self._waiting = self._waiting, {}
-            for answer in concurrent.futures.wait(waiting, PATIENCE).done:
-                self._hear(waiting[answer], answer)
-            told, self._strict = self._told, not self._told
-            if told:
-                raise PartialInstallationError(told)
 
 
 def _looker() -> Callable[..., tuple[str, bool, str | None, str]]:
