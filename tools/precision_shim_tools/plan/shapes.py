@@ -179,7 +179,7 @@ def from_config(config: Mapping[str, Any], where: str, adapt: Adapt | None = Non
     return replace(_built[key], source=f"{where}, built on the meta device")
 
 
-def _build(config: Mapping[str, Any], where: str, adapt: Adapt | None) -> Model:
+def _build(config: Mapping[str, Any], where: str, adapt: Adapt | None = None) -> Model:
     written = {key: value for key, value in config.items() if key != "quantization_config"}
     kind = str(written.pop("model_type", ""))
     try:
