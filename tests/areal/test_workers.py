@@ -88,6 +88,9 @@ def run(
         job.wait(timeout=800)
     said = (folder / "log").read_text()
     lines = [one for one in said.splitlines() if one.startswith("FOUND ")]
+    if not lines and "EADDRINUSE" in said:  # AReaL chooses its ports before it uses them
+        (folder / "again").mkdir()
+        return run(folder / "again", *words, python=python, more=more, **variables)
     assert lines, said[-5000:]
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("FOUND "))
     return found, said
