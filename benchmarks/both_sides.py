@@ -327,6 +327,14 @@ def with_table(file: Path, text: str, markers: tuple[str, str] = (BEGIN, END)) -
     return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
 
 
+def show(file: Path, text: str, markers: tuple[str, str], *, write: bool) -> None:
+    """Write ``text`` between a page's two markers, or print it."""
+    if write:
+        file.write_text(with_table(file, text, markers), encoding="utf-8")
+    else:
+        print(text)
+
+
 def main() -> None:
     """Measure the mismatch, and print the table or write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -354,10 +362,7 @@ def main() -> None:
         *((f"{table(runs)}\n\n{ran}", (BEGIN, END)) for _ in runs[:1]),
         (f"{head_table(heads)}\n\n{ran}", OF_HEADS),
     ):
-        if arguments.write:
-            PAGE.write_text(with_table(PAGE, text, markers), encoding="utf-8")
-        else:
-            print(text)
+        show(PAGE, text, markers, write=arguments.write)
 
 
 def what_was_run(size: Size, seeds: int) -> str:

@@ -212,10 +212,7 @@ def main() -> None:
             runs.append(measure(size, seed, Path(folder)))
     ran = both_sides.what_was_run(size, asked.seeds).rstrip(".")
     text = f"{table(runs)}\n\n{ran}, torchao {version('torchao')}."
-    if asked.write:
-        PAGE.write_text(both_sides.with_table(PAGE, text, MARKERS), encoding="utf-8")
-    else:
-        print(text)
+    both_sides.show(PAGE, text, MARKERS, write=asked.write)
 
 
 if __name__ == "__main__":

@@ -118,10 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         courses = measure((asked.logs or Path(folder)).resolve(), asked.seeds, asked.steps)
     text = f"{table(courses, asked.steps)}\n\n{what_was_run(asked.seeds, asked.steps)}"
-    if asked.write:
-        PAGE.write_text(both_sides.with_table(PAGE, text, MARKERS), encoding="utf-8")
-    else:
-        print(text)
+    both_sides.show(PAGE, text, MARKERS, write=asked.write)
 
 
 if __name__ == "__main__":

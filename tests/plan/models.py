@@ -89,6 +89,6 @@ def mixture(config: dict[str, Any]) -> Model:
 
 def plan_model(asked: Any, settings: Settings, support: Any, megatron: Any = None) -> Any:
     """Plan a Megatron model of a verl job, with the features that would be in force here."""
-    job = Job("verl", "verl.trainer.main_ppo", None, (), (), {}, settings)
+    job = Job("verl", "verl.trainer.main_ppo", None, (), (), settings)
     releases = (".".join(map(str, one)) if one else None for one in (support.version, megatron))
     return asked.plan(job, Rules(*releases))

@@ -104,7 +104,7 @@ def test_a_script_is_known_by_what_it_imports(tmp_path: Path) -> None:
 
 def test_variables_in_front_count() -> None:
     found = job(["PRECISION_SHIM_OPTIMIZER_STATES=auto", *LINE])
-    assert found.environ == {"PRECISION_SHIM_OPTIMIZER_STATES": "auto"}
+    assert found.launch.named == {"PRECISION_SHIM_OPTIMIZER_STATES": "auto"}
     assert (
         job(["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "-m", "toytrainer.x"]).launched(
             "nproc-per-node"

@@ -10,7 +10,7 @@ from typing import Any
 
 from precision_shim.adapting import versioned
 from precision_shim.errors import PlanError
-from precision_shim.files.models import directory_of
+from precision_shim.files.models import EXPERT_COUNTS, directory_of
 from precision_shim.files.safetensors import read_header
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine, Gate
 from precision_shim.precision.formats import of_section
@@ -18,7 +18,6 @@ from precision_shim.precision.names import ALIASES
 
 from .engines import chosen_by, gate_dtype, not_known, refusal_of_fp16
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 """Maps a dtype's name in a safetensors file to its canonical name."""
 
@@ -90,7 +89,7 @@ def gates_of(
     """
     config = _config(path)
     inner = config.get("text_config") or config
-    if trainer is None or not any(inner.get(name) for name in _EXPERTS):
+    if trainer is None or not any(inner.get(name) for name in EXPERT_COUNTS):
         return ()
     mine = Gate(trainer.subject, str(written or trainer.computes), f"{key}={written}")
     if written == "":

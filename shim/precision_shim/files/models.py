@@ -7,6 +7,9 @@ from pathlib import Path
 
 from ..errors import PlanError
 
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys under which a Hugging Face config may have the number of routed experts."""
+
 
 def directory_of(name: object) -> Path:
     """Return a model's directory, on disk or in the Hugging Face cache, without a download.

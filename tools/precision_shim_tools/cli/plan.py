@@ -151,9 +151,8 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
     Progress.stage = f"reading the config and the models of {job.framework}'s job"
     try:
-        with _variables(
-            job.launch.named
-        ):  # the config and Hugging Face's cache may depend on variables
+        # The config and Hugging Face's cache may depend on variables.
+        with _variables(job.launch.named):
             request = pkgutil.resolve_name(entry.plan)(job)
     except (ImportError, PlanError) as error:
         own = re.split(r"[\s=.]", " ".join(words))  # such as in --module=mine.configs

@@ -47,7 +47,6 @@ class Job:
         source: the file of ``target``; ``None`` if the file is not on this machine.
         launcher: the command's words before ``target``.
         arguments: the command's words after ``target``.
-        environ: the variables that the command sets.
         settings: the shim's settings.
         off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
         unset: whether ``PRECISION_SHIM`` is unset, so that only ``install()`` switches the shim on.
@@ -60,7 +59,6 @@ class Job:
     source: Path | None
     launcher: tuple[str, ...]
     arguments: tuple[str, ...]
-    environ: Mapping[str, str]
     settings: Settings
     options: Options = field(default_factory=Options)
     off: str = ""
@@ -153,7 +151,7 @@ def read_launch_line(
                 missing = f" There is no file {word} in {launch.folder.resolve()}: start the plan "
                 missing += "in the job's directory, or write the whole path."
             if framework:
-                facts = (framework, word, source, front, arguments, launch.named)
+                facts = (framework, word, source, front, arguments)
                 return Job(*facts, settings, options, launch=launch)
     names = ", ".join(sorted(set(by_package.values())))
     raise PlanError(

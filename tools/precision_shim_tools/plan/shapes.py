@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from precision_shim.errors import PlanError
+from precision_shim.files.models import EXPERT_COUNTS
 
 from .values import said
-
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""Keys under which a Hugging Face config may have the number of routed experts."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _ROUTER = re.compile(r"\.(gate|router|router\.layer|gate\.wg|router\.classifier)\.(weight|bias)$")
@@ -88,7 +86,7 @@ class Model:
     @property
     def experts(self) -> int:
         """Number of routed experts of a layer; 0 for a dense model."""
-        return self.number(*_EXPERT_COUNTS)
+        return self.number(*EXPERT_COUNTS)
 
     def frozen(self) -> Model:
         """The model without trained parameters, as beneath adapters that are yet to be added."""
