@@ -10,10 +10,13 @@
    for another reason. If tests were to run and none did, the status is 1.
 3. ``-m LABEL`` runs the label's environments in the order of the label.
 4. ``-e`` takes each name in a label. In tox.ini, ``{pins}`` is the environment's file of pins.
+5. Environments share bytecode. uv links one file of a package into all of them, but each would
+   compile it again: 45 of the 70 seconds of CPU time that the first import of verl takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -150,7 +153,33 @@ class Runner(_SkipUnreachable, UvVenvRunner):
             result.failed, result.skipped, result.because = 0, 1, str(skip)
             result.left_out = True
             raise
+        _share_bytecode(self)
         result.set_up = time.monotonic()
+
+
+def _share_bytecode(env: ToxEnv) -> None:
+    """Link the bytecode that other environments have compiled, and offer this one's to them.
+
+    A file of bytecode belongs to the source file's inode. Python compares the source's time and
+    size before it takes the bytecode, so that none which is out of date does harm.
+    """
+    site, pool = env.env_site_package_dir(), env.core["work_dir"] / ".bytecode"  # type: ignore[attr-defined]
+    tag = f".cpython-{site.parent.name.removeprefix('python').replace('.', '')}.pyc"
+    pool.mkdir(parents=True, exist_ok=True)
+    known = set(os.listdir(pool))
+    for folder, _, files in os.walk(site):
+        if not any(name.endswith(".py") for name in files):
+            continue
+        for source in os.scandir(folder):
+            if source.name.endswith(".py") and source.stat().st_nlink > 1:
+                shared, cache = f"{source.inode()}{tag}", os.path.join(folder, "__pycache__")
+                own = os.path.join(cache, source.name.removesuffix(".py") + tag)
+                with contextlib.suppress(OSError):  # it is there, or nothing is compiled yet
+                    if shared in known:
+                        os.makedirs(cache, exist_ok=True)
+                        os.link(pool / shared, own)
+                    else:
+                        os.link(own, pool / shared)
 
 
 @impl
@@ -188,6 +217,7 @@ def tox_after_run_commands(tox_env: ToxEnv, exit_code: int, outcomes: list[Outco
     result = _results[tox_env.conf.name]
     result.passed, result.failed, result.because, result.was_run = 0, 0, "", True
     result.ended = time.monotonic()
+    _share_bytecode(tox_env)
     report = tox_env.env_tmp_dir / REPORT
     if report.exists():
         result.read(report)
