@@ -435,43 +435,6 @@ assert [getattr(*one) for one in (*names, (ray, "get"))] == before
     assert lacking in error
 
 
-def test_actors_that_are_ranks_tell_each_other(drive, tmp_path):
-    """The second group's other rank is an actor without the shim."""
-    pytest.importorskip("torch")
-    body = """
-@ray.remote(num_cpus=0)
-class Rank:
-    def join(self, rank, store):
-        import torch.distributed as dist
-        on = rank == 0 or "PRECISION_SHIM" in os.environ
-        if on:
-            from precision_shim.adapting import check_ranks
-            from precision_shim.process import marks
-            precision_shim.install()
-            marks.PATIENCE = 0.5
-        where = f"file://{store}"
-        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-        try:
-            said = on and check_ranks()
-        except precision_shim.PartialInstallationError as error:
-            said = str(error)
-        dist.barrier()
-        dist.destroy_process_group()
-        return said
-
-ray.init(**HERE)
-on = Rank.options(runtime_env={"env_vars": {"PRECISION_SHIM": "1"}})
-one = on.remote()
-for turn, other in enumerate((on.remote(), Rank.remote())):
-    store = f"{sys.argv[2]}/store-{turn}"
-    found[turn] = ray.get([one.join.remote(0, store), other.join.remote(1, store)])
-"""
-    found = drive(body, "", str(tmp_path))
-    assert found["0"] == [None, None]
-    said, nothing = found["1"]
-    assert (nothing, "of 2 ranks, rank 1: without the shim. " in said) == (False, True)
-
-
 @pytest.mark.skipif(not DASHBOARD, reason="needs ray[default], for the dashboard")
 @pytest.mark.parametrize(
     ("ours", "command", "install", "features"),

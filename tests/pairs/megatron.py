@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import math
 import pickle
-import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from precision_shim_tools.testing.transformer_engine import stand_in_transformer
 from ..audit.offloading import OFFLOAD, stepped
 from ..processes.rank_server import Launch, look_ahead
 from ..stand_ins.optimizer_states import loss_of_step
-from ..verl.support import local_layers
+from ..verl.support import local_layers, save_without_a_manager
 from ..verl.test_checkpoints import Job as Saved
 from . import processes
 from .drawing import Job, Pair, parse
@@ -53,12 +52,7 @@ def prepare() -> None:
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
-    # The saves here are synchronous, so a plain queue replaces the manager process, whose start
-    # takes longer than a whole pair.
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    assert filesystem_async._results_queue is None
-    filesystem_async._results_queue = queue.Queue()
+    save_without_a_manager()
     look_ahead("verl")
 
 

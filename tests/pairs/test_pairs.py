@@ -31,10 +31,9 @@ pytestmark = [
 ]
 
 SEED = 22
-OLDEST = (0, 2, 5, 8, 11)
-NEWEST = (1, 16, 21, 24, 26, 32, 35, 40, 41, 44, 50, 55, 57, 58, 63, 64)
-"""The numbers of pairs that run on the oldest version and the newest, and of further ones that run
-on the newest alone. They differ in what of the shim acts: without float16 nothing acts on FSDP."""
+NUMBERS = (0, 1, 2, 5, 8, 11, 16, 21, 24, 26, 32, 35, 40, 41, 44, 50, 55, 57, 58, 63, 64)
+"""The numbers of the pairs that run. They differ in what of the shim acts: without float16 nothing
+acts on FSDP."""
 
 KNOWN = {
     "fp32-parameters-precision-aware": (
@@ -57,11 +56,9 @@ KNOWN = {
 """Pairs that continued with other numbers, or failed silently, in a version of this project."""
 
 
-def drawn(seed: int, numbers: Iterable[int], **marks: Any) -> list[Any]:
+def drawn(seed: int, numbers: Iterable[int]) -> list[Any]:
     """Pairs of a seed."""
-    return [
-        pytest.param(str(draw(seed, number)), id=f"{seed}-{number}", **marks) for number in numbers
-    ]
+    return [pytest.param(str(draw(seed, number)), id=f"{seed}-{number}") for number in numbers]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -75,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         seed, _, count = asked.partition(":")
         pairs = drawn(int(seed), range(int(count)))
     else:
-        pairs = drawn(SEED, OLDEST, marks=pytest.mark.oldest) + drawn(SEED, NEWEST)
+        pairs = drawn(SEED, NUMBERS)
     metafunc.parametrize("text", pairs)
 
 

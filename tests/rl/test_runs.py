@@ -97,7 +97,14 @@ def same_weights(held: dict[str, Any], expected: dict[str, Any]) -> None:
         assert not padded.any(), name  # vLLM pads the vocabulary
 
 
-@pytest.mark.parametrize(("job", "dtype"), [("whole", FP16), ("alone", BF16), ("beside", BF16)])
+@pytest.mark.parametrize(
+    ("job", "dtype"),
+    [
+        ("whole", FP16),
+        pytest.param("alone", BF16, marks=pytest.mark.slow),
+        pytest.param("beside", BF16, marks=pytest.mark.slow),
+    ],
+)
 def test_the_engine_holds_the_trainers_weights_rounded_once(
     request: pytest.FixtureRequest, job: str, dtype: str
 ) -> None:
@@ -127,6 +134,7 @@ def test_resumed_in_the_middle_the_run_is_the_same_bit_for_bit(whole: Ran, resum
     same_weights(resumed.weights("engine")[-1], whole.weights("engine")[-1])
 
 
+@pytest.mark.slow
 def test_where_nothing_is_asked_of_it_the_shim_changes_nothing(alone: Ran, beside: Ran) -> None:
     assert "precision_shim" not in alone.log
     assert "precision_shim" in beside.log

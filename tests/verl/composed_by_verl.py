@@ -15,6 +15,8 @@ from typing import Any
 
 from precision_shim_adapters.common.omegaconf_values import plain
 
+from ..processes.composed_once import composed_once
+
 
 def composed(program: Any, words: list[str]) -> dict[str, Any] | str:
     """The config that verl's ``main`` receives, or why it receives none."""
@@ -45,4 +47,5 @@ if __name__ == "__main__":
     lines = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         main_ppo = importlib.import_module("verl.trainer.main_ppo")
-    print(json.dumps([composed(main_ppo, words) for words in lines]))
+    with composed_once():  # of which hydra.main takes the parsed files
+        print(json.dumps([composed(main_ppo, words) for words in lines]))

@@ -26,7 +26,7 @@ from ..stand_ins.megatron_bridge import import_megatron_bridge
 from ..testing import tiny_training as tiny
 from .megatron_fp16_support import Training
 from .states_support import AWARE, KINDS, build, everything
-from .support import local_layers
+from .support import local_layers, save_without_a_manager
 from .test_checkpoints import job as adam_job
 from .test_checkpoints import same, shim
 from .test_megatron_fp16_resume import Fp16Job, fp16_job
@@ -42,6 +42,7 @@ def prepare() -> None:
     import verl.workers.engine_workers  # noqa: F401
 
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
+    save_without_a_manager()
     look_ahead("verl")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,17 @@ NORMS = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """Names of Megatron's own norms, and of TransformerEngine's, which are part of another layer."""
+
+
+def save_without_a_manager() -> None:
+    """Replace the manager process of Megatron's saves by a plain queue, which is enough here.
+
+    Each process that saves would start one, which takes longer than a test's training.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    assert filesystem_async._results_queue is None
+    filesystem_async._results_queue = queue.Queue()
 
 
 @contextlib.contextmanager

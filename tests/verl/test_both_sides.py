@@ -368,7 +368,6 @@ def test_strict_ends_the_driver_before_ray_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.oldest
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(400)
 def test_a_ray_actor_gets_what_the_driver_wrote(ray_drivers: Ranks, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from precision_shim_tools.plan.command import Options, read_launch_line
 from precision_shim_tools.plan.verl.composing import compose
 
 from ..every_framework.newest import on_the_newest
+from ..processes.composed_once import composed_once
 
 pytestmark = [on_the_newest("verl"), pytest.mark.slow]
 
@@ -163,7 +164,8 @@ def by_plan(words: list[str]) -> dict[str, Any] | str:
     line = ["python", "-m", "verl.trainer.main_ppo", *words]
     known = registry.entries().values()
     try:
-        return compose(read_launch_line(line, known, resolve(environ={}), Options()))
+        with composed_once():
+            return compose(read_launch_line(line, known, resolve(environ={}), Options()))
     except PlanError as error:
         return str(error)
 

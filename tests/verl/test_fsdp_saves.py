@@ -49,7 +49,6 @@ def assert_killed(found: list[dict[str, Any]], over: bool) -> None:
     assert {one["outcomes"][-1]["outcome"] for one in found} == {"new"}
 
 
-@pytest.mark.oldest
 def test_killed_at_any_file_operation_of_a_save(fsdp_ranks: Ranks, tmp_path: Path) -> None:
     """Into a fresh directory."""
     found = fsdp_ranks("ended_early", world=1, folder=tmp_path / "copies", over=False)
@@ -66,7 +65,6 @@ def test_killed_at_any_file_operation_of_either_of_two_ranks(fsdp_ranks: Ranks) 
     assert_killed(fsdp_ranks("ended_early", over=True), over=True)
 
 
-@pytest.mark.oldest
 def test_another_job_saves_into_the_directory_meanwhile(fsdp_ranks: Ranks) -> None:
     seen = assert_honest(fsdp_ranks("beside", world=1))
     assert {"told", "new"} <= seen <= {"told", "new", "old"}

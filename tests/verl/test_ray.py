@@ -17,7 +17,6 @@ from .ray_verdict import trained_skipped_and_resumed
 pytestmark = [
     pytest.mark.usefixtures("start_up_file"),
     pytest.mark.slow,
-    pytest.mark.oldest,
     pytest.mark.skipif(
         Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
     ),
