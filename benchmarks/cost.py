@@ -55,7 +55,8 @@ class Case:
 
     def run(self, python: Path) -> None:
         """Run the process once, and keep its figures."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+        left_out = ("PRECISION_SHIM", "PYTHONDONTWRITEBYTECODE")  # jobs have our bytecode, too
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
         paths = os.pathsep.join(str(self.build / one) for one in ("shim", "adapters", "tools"))
         put = {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(

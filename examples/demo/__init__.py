@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "demo"]
 
 _OURS = Path(__file__).with_name("demo.yaml")
-_SECONDS, _SEEDS = 60, 3
-"""How long both runs may take before a further seed, and the largest number of seeds."""
+_SECONDS, _SEEDS, _STEPS = 60, 3, 150
+"""How long both runs may take before a further seed, the most seeds, and the steps of each run."""
 _SECTION = {"optimizer": "adam", "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.01}
 _EXTRA = {"rich": "rich", "matplotlib": "matplotlib", "yaml": "pyyaml", "numpy": "numpy"}
 _NEEDED = {
@@ -55,6 +55,8 @@ class _CannotRunError(Exception):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to the parser of its command."""
+    from . import rl
+
     several = _whole(1, 16)
     parser.add_argument(
         "--rl", action="store_true",
@@ -62,12 +64,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--nproc", type=several, default=1, help="ranks, over gloo (1)")
     parser.add_argument(
-        "--steps", type=_whole(2), help="optimizer steps of each training (150; with --rl 24)"
-    )
+        "--steps", type=_whole(2),
+        help=f"optimizer steps of each training ({_STEPS}; with --rl {rl.STEPS})",
+    )  # fmt: skip
     parser.add_argument(
         "--seeds",
         type=several,
-        help="trainings per run (as many as end within a minute, up to 3; with --rl 1)",
+        help=f"trainings per run (as many as end within a minute, up to {_SEEDS}; with --rl 1)",
     )
     parser.add_argument("--beta2", type=float, help="Adam's beta2, instead of the settings file's")
     parser.add_argument(
@@ -125,7 +128,9 @@ def demo(asked: argparse.Namespace) -> int:
         from rich.console import Console
 
         console = Console(highlight=False)
-        job = _Job(optim, asked.config, text, output, asked.nproc, asked.steps or 150, asked.seeds)
+        job = _Job(
+            optim, asked.config, text, output, asked.nproc, asked.steps or _STEPS, asked.seeds
+        )
         return 0 if _demo(console, job, given, settings) else 1
     except _CannotRunError as error:
         print(f"precision-shim demo: {error}", file=sys.stderr)

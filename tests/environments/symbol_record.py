@@ -79,11 +79,15 @@ def record(file: Path) -> None:
     known, sources = _symbols.read_symbols(file), file.with_name(_symbols.SOURCES.name)
     facts = json.loads(sources.read_text(encoding="utf-8")) if sources.exists() else {}
     for entry in registry.entries(third_party=False).values():
-        adapter = registry.load(entry)
+        adapter, of_digests = registry.load(entry), []
         for name, version, digests in installed_digests(adapter):
             add(known, name, version, digests)
             print(f"{name} {version}: {sum(map(bool, digests.values()))} symbols")
-        for module, fact in chain.from_iterable(map(facts_of, adapter.seams)):
+            of_digests += [
+                (target.partition(":")[0], _symbols.fact_of_digest(target, found))
+                for target, found in digests.items()
+            ]
+        for module, fact in chain(*map(facts_of, adapter.seams), of_digests):
             digest_here = source_digest(module)
             if digest_here:
                 facts.setdefault(digest_here, []).append(_symbols.short(fact))

@@ -52,6 +52,11 @@ def hold(framework: str) -> None:
     assert set(recorded) == {target for target, digest in own.items() if digest}, HOW
     proved = _symbols.proofs()
     asked = {one for seam in adapter.seams for one in facts_of(seam) if source_digest(one[0])}
+    asked |= {
+        (target.partition(":")[0], _symbols.fact_of_digest(target, digest))
+        for target, digest in own.items()
+        if digest
+    }
     assert [one for one in asked if not proved(*one)] == [], HOW
     settings = resolve(environ={})
     parsed = check(adapter, FEATURES, settings).predicted()

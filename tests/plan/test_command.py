@@ -31,7 +31,9 @@ from precision_shim_tools.plan.search import search
 from precision_shim_tools.plan.text import GB, render
 from precision_shim_tools.plan.torch_optimizer import ShardedModel
 
+from ..audit.test_command import audit_of, put
 from ..processes.commands import command
+from ..unit.checkpoints.written import distributed
 from .models import QWEN3_30B_A3B, mixture, plan_model
 
 torch = pytest.importorskip("torch")
@@ -522,14 +524,26 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == (130, "precision-shim: interrupted\n")
 
 
-@pytest.mark.parametrize(("terminal", "said"), [(False, "plan: reading\n"), (True, "reading, 0 s")])
+@pytest.mark.parametrize(
+    ("terminal", "columns", "said"),
+    [
+        (False, "", "plan: reading on\n"),
+        (True, "", "reading on, 0 s"),
+        (False, "31", "plan: reading o\n"),
+        (True, "31", "plan: reading o\r"),
+    ],
+)
 def test_a_slow_command_says_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: bool,
+    columns: str,
+    said: str,
 ) -> None:
     told = threading.Event()
 
     def reads(*args: Any) -> Any:
-        Progress.stage = "reading"
+        Progress.stage = "reading on"
         assert told.wait(60)
         raise PlanError("no config")
 
@@ -539,6 +553,7 @@ def test_a_slow_command_says_what_it_does(
         return write(text)
 
     monkeypatch.setattr(plan_command, "_read", reads)
+    monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(Progress, "quiet", 0.0)
     write = sys.stderr.write
     monkeypatch.setattr(sys.stderr, "write", writes)
@@ -549,6 +564,41 @@ def test_a_slow_command_says_what_it_does(
     assert said in shown
     # On a terminal the progress is erased before the result is written.
     assert shown.endswith("\r\033[K" * terminal + "precision-shim plan: no config\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--search", "--gpu-memory", "12", "--", *LINE],
+        ["plan", "--", "python", "-m", "nothing.that.is.a.framework"],
+        ["checkpoint", "saved"],
+        ["checkpoint", "nowhere"],
+        ["audit", "audits"],
+        ["audit", "saved"],
+        ["doctor"],
+        ["doctor", "--verbose"],
+    ],
+    ids=lambda words: "-".join(words[:2]),
+)
+def test_no_line_is_wider_than_the_screen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    distributed(tmp_path / "saved")
+    put(tmp_path / "audits", audit_of(0), audit_of(1, exp_avg_sq="fp32", exp_avg="fp32"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Progress, "quiet", 1e6)
+    if LINE[2] in words:
+        read = job(LINE), request(asked()), RULES
+        monkeypatch.setattr(plan_command, "_read", lambda *ignored: read)
+    shown = {}
+    for columns in (60, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        _, out, err = command(*words)
+        shown[columns] = (out + err).splitlines()
+        wide = [line for line in shown[columns] if len(line) > columns and " " in line.strip()]
+        assert wide == []
+    assert len(shown[60]) > len(shown[200])
+    assert " ".join(shown[60]).split() == " ".join(shown[200]).split()
 
 
 def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

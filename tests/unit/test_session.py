@@ -303,6 +303,23 @@ def test_a_bad_second_install_leaves_the_first(toyfw):
     assert exported() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("optimizer_states", "optimizer_states is a setting: install(settings={'optimizer_st"),
+        ("optimiser_states", "optimizer_states is a setting: install(settings={'optimizer_st"),
+        ("feature", "Did you mean features?"),
+        ("nothing", "Correct the name or leave it out."),
+    ],
+)
+def test_an_unknown_argument_is_an_error_that_names_the_known(toyfw, name, how):
+    with pytest.raises(SettingsError) as caught:
+        precision_shim.install(**{name: "follow-model"})
+    told = f"install(): unknown argument {name!r}; allowed: features, frameworks, settings, strict"
+    assert str(caught.value).startswith(f"{told}, export. {how}")
+    assert precision_shim.status().enabled is False
+
+
 def test_an_unknown_framework_is_an_error_that_names_the_known(toyfw):
     with pytest.raises(SettingsError, match=r"'openrlhf'.*toyfw, verl"):
         precision_shim.install(frameworks=["openrlhf"])

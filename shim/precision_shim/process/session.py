@@ -9,7 +9,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 from ..auditing import latest
 from ..errors import PrecisionShimError, SeamError, SettingsError
@@ -190,6 +190,7 @@ def install(
     strict: bool | None = None,
     settings: Mapping[str, object] | None = None,
     export: bool = True,
+    **unknown: NoReturn,
 ) -> Status:
     """Patch the installed RL frameworks in this process, now or as they are imported.
 
@@ -205,6 +206,7 @@ def install(
         settings: values keyed by the variables' lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
         export: whether processes started later inherit the arguments, except ``strict``.
+        unknown: no other argument is allowed.
 
     Returns:
         The result of ``status()``.
@@ -213,6 +215,8 @@ def install(
         SettingsError: a name is unknown, or a value is invalid.
         SeamError: under ``strict``, a framework that is already imported cannot be patched.
     """
+    for name in unknown:
+        raise _settings.unknown_argument(name)
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
         session.wake(session.imported())

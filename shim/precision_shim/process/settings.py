@@ -232,6 +232,19 @@ def _suggest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near}?)" if near else ""
 
 
+def unknown_argument(name: str) -> SettingsError:
+    """Return the error for an argument that ``install()`` does not have."""
+    allowed = (*BY_CALL, "strict", "export")
+    near, how = _nearest(name, (*allowed, *TABLE)), "Correct the name or leave it out."
+    if near in TABLE:
+        how = f"{near} is a setting: install(settings={{{near!r}: ...}}), or {_variable(near)}=..."
+    elif near:
+        how = f"Did you mean {near}?"
+    return SettingsError(
+        f"install(): unknown argument {name!r}; allowed: {', '.join(allowed)}. {how}"
+    )
+
+
 BY_CALL: Mapping[str, str] = {
     "features": "install(features=...)",
     "frameworks": "install(frameworks=...)",

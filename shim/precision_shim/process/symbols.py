@@ -152,8 +152,20 @@ def judge_version(
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    known = shipped().get(distribution, {})
-    return {target: digest(target) for target in targets if target in known}
+    known, proved = shipped().get(distribution, {}), proofs()
+
+    def here(target: str) -> str:
+        for one in ("", *known[target]):
+            if proved(target.partition(":")[0], fact_of_digest(target, one)):
+                return one
+        return digest(target)
+
+    return {target: here(target) for target in targets if target in known}
+
+
+def fact_of_digest(target: str, found: str) -> str:
+    """The fact that a symbol has this digest; for ``""``, that the module lacks the symbol."""
+    return f"{target} is {found}" if found else f"not {target}"
 
 
 def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str], str]:

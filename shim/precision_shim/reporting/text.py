@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -260,8 +261,8 @@ def _problems(status: Record) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def fold(text: str, indent: int, further: int | None = None) -> list[str]:
-    """Wrap a text into lines of at most 80 columns; an empty text gives no lines.
+def fold(text: str, indent: int, further: int | None = None, width: int = WIDTH) -> list[str]:
+    """Wrap a text into lines that fit ``width`` and the terminal; an empty text gives no lines.
 
     ``indent`` is the indentation of the first line, and ``further`` of the other lines (``None``:
     the same). A word that is longer than a line, such as a path, is not broken.
@@ -270,7 +271,7 @@ def fold(text: str, indent: int, further: int | None = None) -> list[str]:
         return []
     return textwrap.wrap(
         " ".join(text.splitlines()),  # spaces within a line are kept: they align columns
-        WIDTH,
+        min(width, shutil.get_terminal_size((width, 0)).columns),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent if further is None else further),
         break_long_words=False,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from precision_shim.process import symbols
+from precision_shim.process.digest import digest
 from precision_shim.seams import _source, check
 from precision_shim.seams._plan import facts_of
 from precision_shim.seams._source import source_digest
@@ -38,6 +39,8 @@ def record(tmp_path, monkeypatch):
         for seam in seams:
             for module, fact in facts_of(seam):
                 facts.setdefault(source_digest(module), []).append(symbols.short(fact))
+            fact = symbols.fact_of_digest(seam.target, digest(seam.target))
+            facts[source_digest(seam.module)].append(symbols.short(fact))
         file = tmp_path / "sources.json"
         file.write_text(json.dumps(facts))
         monkeypatch.setattr(symbols, "SOURCES", file)
@@ -71,6 +74,21 @@ def test_what_is_recorded_is_not_parsed(lab, record, parsed):
     parsed.clear()
     assert rows(lab, *seams, proved=symbols.proofs()) == before
     assert parsed == []
+
+
+def test_digests_of_recorded_source_are_not_computed(lab, record, parsed, monkeypatch):
+    seams = [lab.seam("toy.ops:scale"), lab.seam("toy.ops:Box.gone", optional=True)]
+    known = {"toy.ops:scale": {digest("toy.ops:scale"): ["1.0"]}, "toy.ops:Box.gone": {"1": ["0"]}}
+    monkeypatch.setattr(symbols, "shipped", lambda: {"toy": known})
+    record(*seams)
+    parsed.clear()
+    judged = {"adapter": lab.adapter(*seams), "version": "1.0", "closely": True}
+    assert symbols.judge_version(**judged) == (True, "")
+    assert parsed == []
+    lab.write({"toy/ops.py": "def scale(value, by=2):\n    return value * by\n"})
+    told = "toy 1.0 has other code than was recorded"
+    assert symbols.judge_version(**judged) == (False, told)
+    assert len(parsed) > 0
 
 
 def test_other_source_is_parsed_and_refused(lab, record, parsed):

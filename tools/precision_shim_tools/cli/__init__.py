@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ._output import Progress, write
+from ._output import Progress, fitted, write
 
 __all__ = ["COMMANDS", "OPTIONS", "build_parser", "main", "settings_of"]
 
@@ -135,7 +135,7 @@ def _main(arguments: Sequence[str] | None) -> NoReturn:
         raise SystemExit(known.command(known))
     except (PrecisionShimError, OSError) as error:
         Progress.stop()
-        print(f"{known.parser.prog}: {error}", file=sys.stderr)
+        print(fitted(f"{known.parser.prog}: {error}", sys.stderr), file=sys.stderr)
         if known.parser.as_json:
             write(json.dumps({"error": str(error)}))
         raise SystemExit(2) from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
 import textwrap
 import threading
 import time
+from typing import TextIO
 
-__all__ = ["READER_GONE", "Progress", "show", "write"]
+__all__ = ["READER_GONE", "Progress", "fitted", "show", "write"]
 
 READER_GONE = 141
 """Exit status, as of SIGPIPE in a shell, if the program that reads the output has ended."""
@@ -27,8 +27,8 @@ _STYLES = {
 def show(text: str) -> None:
     """Print a text, in colours if the output is a terminal and rich is installed."""
     Progress.stop()
+    text = fitted(text, sys.stdout)
     if sys.stdout.isatty():
-        text = _fitted(text)
         try:
             from rich.console import Console
             from rich.text import Text
@@ -43,9 +43,18 @@ def show(text: str) -> None:
     write(text)
 
 
-def _fitted(text: str) -> str:
+def _columns(stream: TextIO) -> int:
+    """Return ``COLUMNS``, or the width of a stream's terminal; 0 if there is neither."""
+    with contextlib.suppress(KeyError, ValueError):
+        return max(int(os.environ["COLUMNS"]), 0)
+    with contextlib.suppress(OSError, ValueError):
+        return os.get_terminal_size(stream.fileno()).columns
+    return 0
+
+
+def fitted(text: str, stream: TextIO) -> str:
     """Wrap the lines that are wider than the terminal, two columns further in than they begin."""
-    width = shutil.get_terminal_size().columns
+    width = _columns(stream)
     return "\n".join(
         textwrap.fill(
             line,
@@ -54,7 +63,7 @@ def _fitted(text: str) -> str:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        if len(line) > width
+        if 0 < width < len(line)
         else line
         for line in text.split("\n")
     )
@@ -103,13 +112,14 @@ class Progress(threading.Thread):
         begin, shown, moves = time.monotonic(), "", sys.stderr.isatty()
         while not self._ended.wait(0.2 if shown else self.quiet):
             line = f"{self._command}: {Progress.stage or 'working'}"
+            width = (_columns(sys.stderr) or 80) - 1
             with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 if moves:
                     seconds = time.monotonic() - begin
-                    wide = f"{line}, {seconds:.0f} s"[: shutil.get_terminal_size().columns - 1]
-                    print(f"\r\033[K{wide}", end="", file=sys.stderr, flush=True)
+                    cut = f"{line}, {seconds:.0f} s"[:width]
+                    print(f"\r\033[K{cut}", end="", file=sys.stderr, flush=True)
                 elif Progress.stage and line != shown:
-                    print(line, file=sys.stderr, flush=True)
+                    print(line[:width], file=sys.stderr, flush=True)
             shown = line
         if moves and shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

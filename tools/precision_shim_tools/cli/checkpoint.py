@@ -12,7 +12,7 @@ from typing import Any
 from precision_shim.process import registry as _registry
 from precision_shim.process.names import meant
 
-from ._output import show, write
+from ._output import fitted, show, write
 
 HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
 MORE = (
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             write(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
         else:
-            print(escaped(str(error)), file=sys.stderr)
+            print(fitted(escaped(str(error)), sys.stderr), file=sys.stderr)
         return 2
     verdicts = {model.outcome.verdict for model in examined}
     ok = verdicts == {"exact"}

@@ -111,10 +111,11 @@ def run(asked: argparse.Namespace) -> int:
 def examine() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     """Return the doctor's results, in a form for JSON, and each framework's status."""
     standby.stop()  # the doctor's imports must not install the shim in this process
+    entries = _registry.entries()
     problems: list[str] = []
     settings, switch = None, "invalid"
     try:
-        settings = _settings.resolve(known_frameworks=_registry.entries())
+        settings = _settings.resolve(known_frameworks=entries)
     except SettingsError as error:
         problems.append(str(error))
     with contextlib.suppress(SettingsError):  # which is among the problems already
@@ -125,7 +126,7 @@ def examine() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     start_up = _start_up(switch, problems)
     packages = {name: _package(name, packages) for name, packages in PACKAGES}
     frameworks: dict[str, FrameworkStatus] = {}
-    for name, entry in offered(_registry.entries(), settings).items():
+    for name, entry in offered(entries, settings).items():
         Progress.stage = f"reading {name}"
         frameworks[name], refused = _predict(entry, settings)
         problems += refused

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
+from functools import partial
+
+from precision_shim.reporting import text as _text
 
 from .record import COMPONENTS, JobPlan, ModelPlan, PlannedPart
 
 GB = 1 << 30
-_WIDTH = 99
 _ROW = "  {:{}}  {:{}}  {:>{}}  {:{}}  {:>{}}"
 TableRow = tuple[str, str, str, str, str]
 """A component's name, and for each of the two sides its dtype and its GiB per GPU."""
+fold = partial(_text.fold, indent=2, further=4, width=99)
 
 
 def render(plan: JobPlan, memory: float | None = None) -> str:
@@ -109,10 +111,3 @@ def _of_part(without: PlannedPart, with_shim: PlannedPart) -> Iterator[TableRow]
             dtypes = ["+".join(side.dtypes) if side else "-" for side in sides]
             sizes = [gigabytes(side.bytes - side.host if side else 0) for side in sides]
             yield f"{name}{component}{share}", dtypes[0], sizes[0], dtypes[1], sizes[1]
-
-
-def fold(text: str) -> list[str]:
-    """Return the lines of a text, wrapped to ``_WIDTH`` columns and indented."""
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-    )
