@@ -247,6 +247,8 @@ ROLL = _ours(
         *MEGATRON_EFFECTS,
         "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
     ),
+    # Not its workers that make rewards, environments and rollouts.
+    actors=r"roll\.pipeline\.(base_worker\.(Actor|Critic|Infer)|distill\..*\.Student)Worker ",
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
         resuming={
@@ -267,13 +269,16 @@ _BY_FLAGS: "dict[str, Any]" = {
     },
     "checkpoints": Checkpoints(steps=r"iter_(\d+)", resuming={"megatron": FLAGS_RESUME}),
 }
-SLIME = _ours("slime", tested=("0.3.1",), **_BY_FLAGS)
-MILES = _ours("miles", tested=("0.1.0",), **_BY_FLAGS)
+_TRAINS = r"\.backends\.megatron_utils\.actor\."
+SLIME = _ours("slime", tested=("0.3.1",), actors=f"slime{_TRAINS}", **_BY_FLAGS)
+MILES = _ours("miles", tested=("0.1.0",), actors=f"miles{_TRAINS}", **_BY_FLAGS)
 
 AREAL = _ours(
     "areal",
     paths={**MEGATRON_PATHS, "megatron": "MegatronEngine", "rollout": "driver (both sides)"},
     tested=("1.0.4",),
+    # Its scheduler's worker, and its launcher's task, of trainers and of rollouts.
+    actors=r"areal\.infra\.(rpc\.ray_rpc_server\.|launcher\.ray\.run_func )",
     checkpoints=Checkpoints(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint/ has no number
         resuming={"megatron": "precision_shim_tools.checkpoint.trainers:areal"},

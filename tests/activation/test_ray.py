@@ -376,7 +376,7 @@ def test_the_driver_tells_of_a_worker_without_the_shim(drive, tmp_path):
     without.mkdir()
     (without / "sitecustomize.py").write_text("import sys\nsys.modules['precision_shim'] = None\n")
     body = """
-import time, warnings
+import asyncio, time, warnings
 import small
 from precision_shim.process import session
 
@@ -385,13 +385,21 @@ warnings.simplefilter("always")
 warnings.showwarning = lambda message, *_: told.append(str(message))
 precision_shim.install(strict=True)
 names = ((ray.actor.ActorClass, "_remote"), (ray.remote_function.RemoteFunction, "_remote"))
+names += ((ray.actor.ActorMethod, "_remote"),)
 ours = [getattr(*one) for one in (*names, (ray, "get"))]
 precision_shim.uninstall()
 before = [getattr(*one) for one in (*names, (ray, "get"))]
 assert [one.__wrapped__ for one in ours] == before
 ray.init(**HERE)
 
-def start(*kinds, strict=False, **env_vars):
+async def awaited(actor):
+    result = await actor.name.remote()
+    while session._current.actors._waiting:
+        await asyncio.sleep(0.05)
+        await actor.name.remote()
+    return result
+
+def start(*kinds, strict=False, awaits=False, **env_vars):
     env = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", **env_vars}
     said = []
     for kind in kinds:
@@ -399,7 +407,10 @@ def start(*kinds, strict=False, **env_vars):
         precision_shim.install(strict=strict)
         one = kind.options(runtime_env={"env_vars": env}).remote()
         try:
-            result = ray.get(one.name.remote() if kind is small.Worker else one)
+            if awaits:
+                result = asyncio.run(awaited(one))
+            else:
+                result = ray.get(one.name.remote() if kind is small.Worker else one)
         except precision_shim.PartialInstallationError as error:
             result = f"error: {error}"
         while session._current.actors._waiting:
@@ -415,6 +426,8 @@ found.update({
     "variable": start(small.Worker, PRECISION_SHIM=""),
     "package": start(small.Worker, small.work, **package),
     "strict": start(small.Worker, strict=True, **package),
+    "awaited": start(small.Worker, awaits=True, **package),
+    "awaited strict": start(small.Worker, awaits=True, strict=True, **package),
 })
 assert [getattr(*one) for one in (*names, (ray, "get"))] == before
 """
@@ -430,9 +443,12 @@ assert [getattr(*one) for one in (*names, (ray, "get"))] == before
     assert lacking in told
     assert ": small.work, which" in other
     assert lacking in other
-    ((error,),) = found["strict"]
-    assert error.startswith("error: ")
-    assert lacking in error
+    for strict in ("strict", "awaited strict"):
+        ((error,),) = found[strict]
+        assert error.startswith("error: ")
+        assert lacking in error
+    ((actor, told),) = found["awaited"]
+    assert (actor, lacking in told) == ("an actor", True)
 
 
 @pytest.mark.skipif(not DASHBOARD, reason="needs ray[default], for the dashboard")

@@ -79,11 +79,13 @@ def main(argv: list[str]) -> dict[str, Any]:
 
     config, _ = load_expr_config(argv, GRPOConfig)
     import precision_shim
+    from tests.every_framework.lacking import answers
 
     found: dict[str, Any] = {
         "rollout": config.sglang.dtype,
         "decided": [one.chosen for one in precision_shim.status().decisions],
     }
+    asked = answers()
     with trainer_of(config) as trainer:
         actor = start(trainer._create_train_engine, config.actor, "actor")
         found["steps"] = []
@@ -94,6 +96,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         found["actor"] = seen(actor)
         if config.critic is not None:
             found["critic"] = seen(start(trainer._create_critic, config.critic, "critic"))
+    found["asked"] = asked
     return found
 
 

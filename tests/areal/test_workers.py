@@ -163,4 +163,6 @@ def test_the_ray_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     words = ("scheduler.type=ray", "actor.backend=megatron:d1", HALVE)
     with older(num_cpus=4):
-        assert_trained(*run(tmp_path, *words, PRECISION_SHIM="1"))
+        found, said = run(tmp_path, *words, PRECISION_SHIM="1")
+    assert_trained(found, said)
+    assert found["asked"] == ["areal.infra.rpc.ray_rpc_server.RayRPCServer"]

@@ -88,10 +88,13 @@ async def train(name: str, flags: list[str]) -> dict[str, Any]:
     async def settle(value: Any) -> Any:
         return await value if inspect.isawaitable(value) else value  # miles' driver is async
 
+    from tests.every_framework import lacking
+
     arguments = importlib.import_module(f"{name}.utils.arguments")
     arguments.sglang_validate_args = lambda args: None  # SGLang's own flags are not there
     sys.argv = ["train.py", *flags]
     args = arguments.parse_args()
+    asked = lacking.answers()
     for absent, value in ABSENT.items():
         vars(args).setdefault(absent, value)
     groups = importlib.import_module(f"{name}.ray.placement_group")
@@ -113,7 +116,7 @@ async def train(name: str, flags: list[str]) -> dict[str, Any]:
         await settle(group.clear_memory())
         await settle(group.update_weights())
     found: dict[str, Any] = await actor.__ray_call__.remote(report, name)
-    return found
+    return {**found, "asked": asked}
 
 
 def main(name: str, folder: Path, rewards: list[float], flags: list[str]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def test_the_variable_reaches_the_actor(name: str, tmp_path: Path, drivers: Rank
     found = drive(*driver, paths=sites, timeout=900, PRECISION_SHIM="1")
 
     assert found["variables"]["PRECISION_SHIM"] == "1"
+    assert found["asked"] == [f"{name}.backends.megatron_utils.actor.MegatronTrainRayActor"]
     driven = ("ray.placement_group", "sglang_utils")  # the actor need not import these
     states = {key: one for key, one in found["states"].items() if not any(map(key.count, driven))}
     assert set(states.values()) == {"wrapped"}

@@ -54,6 +54,18 @@ def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path)
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
 
 
+@pytest.mark.parametrize("low", ["float32", "bfloat16"])
+def test_a_resume_that_rounds_is_told(worker, shim, tmp_path: Path, low: str) -> None:
+    shim()
+    with worker("v1", "bfloat16") as one:
+        one.train(batch(), loss_for("v1"))
+        save(one, tmp_path)
+    job = worker("v1", "bfloat16", tmp_path, hf_config_overrides={"dtype": low})
+    with ours() as said, job:
+        told = [text for text in said if "rounds its exp_avg and exp_avg_sq from fp32" in text]
+    assert len(told) == (low == "bfloat16"), said
+
+
 @pytest.mark.slow
 @pytest.mark.oldest
 def test_load_checkpoint_restores_the_scaler_too(worker, shim, tmp_path: Path) -> None:
@@ -89,8 +101,7 @@ def test_a_checkpoint_without_scaler_state_loads_with_one_warning(
     with stack:
         assert scaler_of(one).get_scale() == 65536.0
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
-    ours = [one for one in caught if issubclass(one.category, PrecisionShimWarning)]
-    assert len(ours) == 1
+    assert len([one for one in caught if issubclass(one.category, PrecisionShimWarning)]) == 1
 
 
 @pytest.mark.slow

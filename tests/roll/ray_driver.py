@@ -132,6 +132,7 @@ def main(strategy: str, folder: Path) -> dict[str, Any]:
     from dacite import from_dict
     from roll.distributed.scheduler.initialize import init
 
+    from tests.every_framework.lacking import answers
     from tests.roll import workers  # noqa: F401  (the CPU in the place of the GPU)
 
     write_model(folder / "model")
@@ -140,6 +141,7 @@ def main(strategy: str, folder: Path) -> dict[str, Any]:
     from roll.pipeline.dpo.dpo_pipeline import DPOPipeline
 
     config = from_dict(data_class=DPOConfig, data=dpo(strategy, folder))
+    asked = answers()
     init()
     storage = start_with_rollout(strategy)
     found: dict[str, Any] = {"pid": os.getpid(), "driver": decided()}
@@ -153,6 +155,7 @@ def main(strategy: str, folder: Path) -> dict[str, Any]:
     for name in ("actor_train", "reference"):
         (found[name],) = getattr(pipeline, name).execute_all_sync("report")
     saved = folder / "output" / "actor_train-0-G0" / f"checkpoint-{STEPS - 1}"
+    found["asked"] = sorted({*asked})
     found["saved"] = sorted(one.name for one in saved.iterdir())
     return found
 

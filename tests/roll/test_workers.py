@@ -62,6 +62,7 @@ def test_rolls_own_job_trains_and_skips(drivers: Ranks, tmp_path: Path, strategy
     found = driven(drivers, tmp_path, strategy, **variables)
     worker, reference = found["actor_train"], found["reference"]
     assert len({found["pid"], worker["pid"], reference["pid"]}) == 3
+    assert found["asked"] == ["tests.roll.workers.Worker"]
     # The driver has compared the dtypes of all workers.
     bf16 = "bf16 beside the actor's fp16"
     assert found["driver"] == {f"{one}: rollout-agreement": bf16 for one in ("ref", "rollout")}

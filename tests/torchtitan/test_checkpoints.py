@@ -54,6 +54,18 @@ def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, overflows: l
     assert not resumed["warned"]
 
 
+@pytest.mark.parametrize("case", ["policy", pytest.param("pretrain", marks=slow)])
+def test_a_resume_that_rounds_is_told(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    one(ranks, case, tmp_path, dtype="bfloat16", first=0, last=1, save=True)
+    options = {"dtype": "bfloat16", "first": 1, "last": 1, "load": True}
+    for dtype, expected in (("float32", 0), ("bfloat16", 1)):
+        found = one(ranks, case, tmp_path, training={"dtype": dtype}, **options)
+        told = [text for text in found["warned"] if "loading this checkpoint" in text]
+        assert len(told) == expected
+    assert told[0].startswith("torchtitan 0.3.0: loading")
+    assert "rounds its weights and exp_avg and exp_avg_sq from fp32 to bf16" in told[0]
+
+
 @slow
 @pytest.mark.parametrize(("case", "overflows"), [("policy", [0, 1]), ("pretrain", [0])])
 def test_a_resume_of_experts_is_exact(

@@ -197,6 +197,28 @@ def resumed(job: Job) -> dict[str, Any]:
 
 
 @case
+def rounds(job: Job) -> list[Any]:
+    """Resume an engine in fp32 as one in fp32 and as one in bf16, also under strict."""
+    precision_shim.install()
+    wide = support.engine(job.model, param_dtype="bf16")
+    support.train(wide, range(1))
+    wide.save_checkpoint(job.path("fp32"), global_step=1)
+    told: list[Any] = []
+    for dtype in ("fp32", "bf16"):
+        one = support.engine(job.model, param_dtype="bf16", model_dtype=dtype)
+        with ours() as said:
+            one.load_checkpoint(job.path("fp32"), del_local_after_load=False)
+        told.append(said)
+    precision_shim.install(strict=True)
+    one = support.engine(job.model, param_dtype="bf16", model_dtype="bf16")
+    try:
+        one.load_checkpoint(job.path("fp32"), del_local_after_load=False)
+    except precision_shim.CheckpointLayoutError as error:
+        told.append(str(error))
+    return told
+
+
+@case
 def faults(job: Job) -> dict[str, Any]:
     """Test an overflow on rank 1 only, NaN, evaluation, endless skips, and a failing save."""
     install()

@@ -21,6 +21,7 @@ import precision_shim
 from precision_shim.errors import CheckpointLayoutError
 
 from ..every_framework.checkpoint_doctor import ask
+from ..every_framework.shim_warnings import ours
 from ..processes.rank_server import Ranks
 from ..stand_ins.optimizer_states import live_states, loss_of_step, reads_remainders
 from .conftest import VERL
@@ -341,3 +342,33 @@ def test_two_ranks(megatron_ranks: Ranks) -> None:
     """Loading restores both ranks' parameters, and if one rank refuses, both raise."""
     one, other = megatron_ranks("checkpoints")
     assert set(one) == set(other) == {"dp_reshardable", "fully_reshardable"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weights_that_are_rounded_without_their_states_are_told(
+    fused_adam: str, tmp_path: Path, strict: bool
+) -> None:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from verl.utils.megatron.dist_checkpointing import (
+        load_dist_checkpointing,
+        save_dist_checkpointing,
+    )
+
+    first = job()
+    first.train(1)
+    state, metadata = first.sharded("fully_reshardable", loading=False)
+    for tensor in nested_values(state["model"]):
+        if getattr(tensor, "dtype", None) is torch.bfloat16:
+            tensor.data, tensor.dtype = tensor.data.float(), torch.float32
+    save_dist_checkpointing(state, str(tmp_path), content_metadata=metadata)
+    with shim(True, "as-configured", strict), ours() as said:
+        second = job(seed=1)
+        second.load(tmp_path, "fully_reshardable")  # whole, with fp32 masters
+        wanted = {"model": second.sharded("fully_reshardable", loading=True)[0]["model"]}
+        told = "rounds its weights from fp32 to bf16.* Load the optimizer's states as well"
+        if strict:
+            with pytest.raises(CheckpointLayoutError, match=told):
+                load_dist_checkpointing(wanted, str(tmp_path))
+        else:
+            load_dist_checkpointing(wanted, str(tmp_path))
+    assert len([text for text in said if "rounds its weights" in text]) == (not strict)

@@ -56,6 +56,14 @@ def test_resumed_in_a_new_process_is_bit_identical(with_shim: Any, resumed: Any)
         assert second["predicted"] == ["exact", "starts anew"]
 
 
+def test_a_resume_that_rounds_is_told(fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    for exact, (told,), error in fsdp_ranks("rounds", folder=tmp_path):
+        assert exact == []
+        assert "actor: loading this checkpoint rounds its exp_avg and exp_avg_sq from fp32" in told
+        assert "model_dtype=fp32" in told
+        assert error.startswith(told.rstrip("."))
+
+
 def test_resumed_in_the_same_process_is_bit_identical(with_shim: Any) -> None:
     for one in with_shim:
         assert one["loaded"] == one["half"]

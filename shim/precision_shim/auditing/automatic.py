@@ -14,7 +14,7 @@ from ..precision.effect import CODE, Written, without_effect
 from ..precision.findings import Decision
 from ..process.session import current_settings
 from ..reporting import journal as _journal
-from . import files, latest
+from . import files, latest, loads
 from .audits import look, where_of
 from .readers import read_optimizers
 from .record import Audit, Finding, updates_line
@@ -86,6 +86,11 @@ def watch(
     every = current_settings()["watch_updates"]
     if stepped is not None and every:
         watcher.watch_updates(every)
+    # Megatron's optimizers, and those with their own function, keep states in their own dtypes.
+    own = getattr(type(stepped), "load_state_dict", None)
+    torchs = isinstance(optimizer, torch.optim.Optimizer)
+    if stepped is not None and torchs and own is torch.optim.Optimizer.load_state_dict:
+        latest.at_clear(stepped.register_load_state_dict_pre_hook(watcher.before_load).remove)
     audit = watcher.look()
     if stepped is not None and audit is not None and not audit.complete:
         handle = stepped.register_step_post_hook(watcher.after_step)
@@ -126,11 +131,17 @@ class _Watcher(latest.Watched):
     scaler: tuple[weakref.ref[Any], Callable[[Any], Any]] | None = None
     by_user: Callable[[Finding], bool] | None = None
     told: Callable[[Finding], bool] | None = None
-    fp32_key: str = ""
     _stem: str = ""
     _steps: int = 0
     _done: bool = False
     _said_figures: bool = False
+
+    def before_load(self, optimizer: Any, state_dict: Any) -> None:
+        """Tell which of the states that the optimizer is about to load are rounded."""
+        names, strict = [self.framework] if self.framework else [], current_settings().strict
+        loads.tell(
+            loads.of_states(optimizer, state_dict), names, self.subject, [self.fp32_key], strict
+        )
 
     def after_step(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Audit again after the steps 1, 2, 4, 8 and so on, until a step has made states."""

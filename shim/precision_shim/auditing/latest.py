@@ -24,6 +24,7 @@ class Watched:
             audit. ``None`` keeps the audit.
         model: the model's modules.
         wrote: the dtypes that the user wrote for the model in the framework's config.
+        fp32_key: see ``rules.find``.
         audit: the latest audit.
         not_written: why the latest audit was not written to a file; empty if it was.
     """
@@ -33,6 +34,7 @@ class Watched:
     owner: weakref.ref[Any] | None
     model: list[weakref.ref[Any]]
     wrote: tuple[Written, ...] = ()
+    fp32_key: str = ""
     audit: Audit | None = None
     not_written: str = ""
 
@@ -71,6 +73,11 @@ def written(owners: Iterable[Any]) -> tuple[Written, ...]:
     """Return the dtypes that the user wrote for the model of one of these optimizers."""
     found = (known.wrote for owner in owners if (known := of(owner)) is not None)
     return next(filter(None, found), ())
+
+
+def fp32_keys() -> list[str]:
+    """Return the ``fp32_key`` of each optimizer that still exists."""
+    return [each.fp32_key for each in _watched if each.exists]
 
 
 def name(stem: str) -> str:

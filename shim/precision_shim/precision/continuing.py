@@ -5,7 +5,9 @@ Seams apply these rules while a checkpoint is loaded, the checkpoint doctor befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from .findings import Findings, Problem
 
 REMAINDERS = "int16"
 """The dtype of remainders, which are the low bits of fp32 masters."""
@@ -59,3 +61,32 @@ def moment_becomes(live: str, fits: Callable[[], bool]) -> str:
     if live in NARROWER:
         return "exact" if fits() else "rounded"
     return "scaled"
+
+
+_BITS = {"float64": (11, 52), "fp32": (8, 23), "bf16": (8, 7), "fp16": (5, 10)}
+"""Bits of exponent and of fraction, by dtype."""
+
+
+def rounded(
+    tensors: Iterable[tuple[str, str, str]], where: str, subject: str, remedy: str
+) -> Findings:
+    """Find out which of a checkpoint's tensors a load rounds, by their dtypes.
+
+    Args:
+        tensors: of each tensor its name in the message, its dtype in the checkpoint, and the live
+            tensor's, to which torch casts it silently.
+        where: framework and version, for the message.
+        subject: the model's name.
+        remedy: how to go on exactly.
+    """
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for name, stored, live in tensors:
+        if any(a > b for a, b in zip(_BITS.get(stored, ()), _BITS.get(live, ()), strict=False)):
+            found.setdefault((stored, live), {})[name] = None
+    if not found:
+        return Findings()
+    casts = (f"{' and '.join(names)} from {a} to {b}" for (a, b), names in found.items())
+    named = ", ".join(filter(None, (where, subject))) or "resume"
+    told = f"{named}: loading this checkpoint rounds its {', its '.join(casts)}, so that training"
+    told += " is not the one that was saved"
+    return Findings(problems=(Problem("rounded-resume", subject, "", told, remedy),))

@@ -7,7 +7,6 @@ process that starts it asks it. A new actor answers before any of its methods.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -17,18 +16,16 @@ from .._about import __version__
 from ..errors import PartialInstallationError
 from ..reporting import journal as _journal
 from . import standby
-from .finders import Watcher
 from .framework import Adapter
 from .marks import PATIENCE
 from .names import OFF
 from .settings import PREFIX
+from .wrapping import Wrapping
 
-_PLACES = {
-    "ray.actor": ("ActorClass", "_remote"),
-    "ray.remote_function": ("RemoteFunction", "_remote"),
-    "ray": ("", "get"),
-}
-"""Ray's functions that start an actor and a task, and the one that waits for either."""
+_GET, _CALL = "ray:get", "ray.actor:ActorMethod._remote"
+_STARTS = "ray.actor:ActorClass._remote", "ray.remote_function:RemoteFunction._remote"
+"""Ray's functions that wait for an answer, that call an actor's method (whose answer the caller may
+await), and that start an actor and a task."""
 
 
 class Actors:
@@ -37,63 +34,45 @@ class Actors:
     def __init__(self, awake: Mapping[str, Adapter], strict: bool) -> None:
         self._awake = awake
         self._strict = strict
-        self._watcher = Watcher(self._wrap)
-        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        self._wrapping = Wrapping([_GET, _CALL, *_STARTS], self._wrapper)
+        self.enter, self.leave = self._wrapping.enter, self._wrapping.leave
+        self._get: Any = None
         self._waiting: dict[Any, str] = {}
         self._tasks: set[str] = set()
         self._told = ""
 
-    def enter(self) -> None:
-        """Wrap Ray's functions, now or when Ray is imported."""
-        self._watcher.watch(_PLACES)
-        for name in _PLACES:
-            module = sys.modules.get(name)
-            if module is not None and not getattr(module.__spec__, "_initializing", False):
-                self._wrap(name)
+    def _wrapper(self, place: str, original: Any) -> Callable[..., Any]:
+        if place == _GET:
+            self._get = original
 
-    def leave(self) -> None:
-        """Restore Ray's functions."""
-        self._watcher.remove()
-        for owner, name, original, ours in self._wrapped:
-            if vars(owner).get(name) is ours:
-                setattr(owner, name, original)
-        self._wrapped.clear()
-
-    def _wrap(self, module: str) -> None:
-        starts, name = _PLACES[module]
-        owner = getattr(sys.modules[module], starts, None) if starts else sys.modules[module]
-        original = getattr(owner, name, None)
-        if original is None:
-            return
-
-        @functools.wraps(original)
         def ours(*args: Any, **kwargs: Any) -> Any:
-            if not starts and self._strict:
-                self._hear(original, PATIENCE)
+            if place not in _STARTS:
+                self._hear(PATIENCE if place == _GET and self._strict else 0)
             result = original(*args, **kwargs)
-            if not starts:
-                self._hear(original, 0)
-            elif self._wrapped and not self._told and standby.asked():
+            if place == _GET:
+                self._hear(0)
+            elif place in _STARTS and self._wrapping.on and not self._told and standby.asked():
                 try:
                     self._ask(args[0], result, kwargs)
+                except PartialInstallationError:
+                    raise
                 except Exception as error:  # such as Ray's client, or a later Ray
                     _journal.log(f"whether Ray's workers have the shim is not known: {error!r}")
             return result
 
-        self._wrapped.append((owner, name, original, ours))
-        setattr(owner, name, ours)
+        return ours
 
     def _ask(self, starter: Any, started: Any, given: Mapping[str, Any]) -> None:
         task = getattr(starter, "_function", None)
         kind = task or starter.__ray_metadata__.modified_class.__ray_actor_class__
-        module = kind.__module__
-        if module == "__main__":  # python -m MODULE
-            spec = getattr(sys.modules[module], "__spec__", None)
-            module = getattr(spec, "name", module)
-        name = f"{module}.{kind.__qualname__}"
         first = next(iter(given.get("args") or ()), "")
-        known = f"{name} {first if isinstance(first, str) else ''}"
-        ours = any(one.actors and re.match(one.actors, known) for one in self._awake.values())
+        first = first if isinstance(first, str) else ""
+        name, *bases = map(_name_of, [task] if task else kind.__mro__)
+        ours = any(
+            one.actors and re.match(one.actors, f"{known} {first}")
+            for one in self._awake.values()
+            for known in (name, *bases)
+        )
         if name in self._tasks or not ours:
             return
         look = _looker()
@@ -107,13 +86,13 @@ class Actors:
             reference = started.__ray_call__.remote(look)
         self._waiting[reference] = name
 
-    def _hear(self, get: Callable[[Any], Any], seconds: float) -> None:
+    def _hear(self, seconds: float) -> None:
         """Judge the answers that come within ``seconds``; in strict mode raise an error, once.
 
         A thread of Ray must not read an answer: it would wait for the lock under which an actor
         imports its class, and a class of SkyRL waits for that thread when it is imported.
         """
-        if not (self._waiting and self._wrapped):
+        if not (self._waiting and self._wrapping.on and self._get):
             return
         import ray
 
@@ -122,10 +101,10 @@ class Actors:
         self._waiting.update((one, waiting[one]) for one in late if not seconds)
         for one in ready:
             with contextlib.suppress(Exception):  # the process has ended
-                self._judge(waiting[one], *get(one))
-        told, self._strict = self._told, self._strict and not self._told
-        if told and seconds:
-            raise PartialInstallationError(told)
+                self._judge(waiting[one], *self._get(one))
+        if self._told and self._strict:
+            self._strict = False
+            raise PartialInstallationError(self._told)
 
     def _judge(self, name: str, switch: str, found: bool, version: str | None, place: str) -> None:
         if self._told or version == __version__ or switch in OFF:
@@ -141,6 +120,14 @@ class Actors:
         )
         if not self._strict:
             _journal.warn_or_say(self._told)
+
+
+def _name_of(kind: Any) -> str:
+    module = kind.__module__
+    if module == "__main__":  # python -m MODULE
+        spec = getattr(sys.modules[module], "__spec__", None)
+        module = getattr(spec, "name", module)
+    return f"{module}.{kind.__qualname__}"
 
 
 def _looker() -> Callable[..., tuple[str, bool, str | None, str]]:

@@ -91,7 +91,8 @@ class Adapter(_Record):
         checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that
             assigns their tensors to components.
         actors: regular expression for the Ray actors and tasks that must have the shim: matched
-            against ``"module.Class first-argument"``. Empty: none is asked.
+            against ``"module.Class first-argument"``, also of the base classes. Empty: none is
+            asked.
         by_name: whether the shim patches this framework only if the user names it.
     """
 

@@ -7,19 +7,18 @@ same places later, so a missing mark stands for it.
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._about import __version__
 from ..errors import PartialInstallationError
 from ..reporting import journal as _journal
-from .finders import Watcher
 from .settings import PREFIX, TABLE, Settings
+from .wrapping import Wrapping
 
 PATIENCE = 60.0
 """Maximum time to wait for all marks, in seconds: a rank may call ``install()`` late."""
@@ -42,42 +41,30 @@ class Marks:
                 **{name: settings[name] for name in rows},
             }
         )
-        self._watcher = Watcher(lambda name: self._wrap(sys.modules[name]))
-        self._original: Any = None
-        self._wrapped: Any = None
+        self._wrapping = Wrapping([f"{_C10D}:{_MADE}"], self._wrapper)
         self._alike: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
     def enter(self) -> None:
         """Leave the mark now, or when the default process group is made."""
-        self._watcher.watch([_C10D])
-        module = sys.modules.get(_C10D)
-        if module is not None and not getattr(module.__spec__, "_initializing", False):
-            self._wrap(module)
+        self._wrapping.enter()
 
     def leave(self) -> None:
         """Take the mark back, and restore torch's function."""
-        self._watcher.remove()
-        module = sys.modules.get(_C10D)
-        if module is not None and self._wrapped is not None:
-            if vars(module).get(_MADE) is self._wrapped:
-                setattr(module, _MADE, self._original)
-            self._wrapped = None
-            self._write(module, "")
+        was_on = self._wrapping.on
+        self._wrapping.leave()
+        if was_on:
+            self._write(sys.modules[_C10D], "")
 
-    def _wrap(self, module: Any) -> None:
-        original = getattr(module, _MADE, None)
-        if original is None or self._wrapped is not None:
-            return
+    def _wrapper(self, _: str, original: Any) -> Callable[..., Any]:
+        module = sys.modules[_C10D]
 
-        @functools.wraps(original)
         def made(group: Any) -> None:
             original(group)
-            if self._wrapped is made:
+            if self._wrapping.on:
                 self._write(module, self._mine)
 
-        self._original, self._wrapped = original, made
-        setattr(module, _MADE, made)
         self._write(module, self._mine)
+        return made
 
     def _write(self, c10d: Any, mark: str) -> None:
         try:

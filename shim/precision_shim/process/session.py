@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 from ..auditing import latest
+from ..auditing.loads import PlannedLoads
 from ..errors import PrecisionShimError, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus
@@ -66,6 +67,7 @@ class _Session:
         self.sleeper = Watcher(self._wake, before=True)
         self.marks = Marks(settings)
         self.actors = Actors(self.awake, settings.strict)
+        self.loads = PlannedLoads(self.awake, settings.strict)
         self.late: list[str] = []
         """What existed before ``install()`` and stays without the shim."""
 
@@ -80,6 +82,8 @@ class _Session:
             self.late = [_RAY] if ray.came_first() else []
             ray.enter()
             self.marks.enter()
+            if "audit" in self.settings.features:
+                self.loads.enter()
             if not self.late:  # else _RAY tells it
                 self.actors.enter()
             built = _optimizers_built() if self.imported() else ""
@@ -452,6 +456,7 @@ def _retire(session: _Session) -> None:
     session.sleeper.remove()
     session.marks.leave()
     session.actors.leave()
+    session.loads.leave()
     atexit.unregister(session.say_unaudited)
     _left_behind[:] = session.engine.remove()
     _take_back(session, os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ import torch
 
 import precision_shim
 from precision_shim.auditing import automatic, latest
-from precision_shim.errors import PrecisionShimWarning
+from precision_shim.errors import CheckpointLayoutError, PrecisionShimWarning
+
+from ...every_framework.shim_warnings import ours
 
 
 @pytest.fixture
@@ -215,3 +218,45 @@ def test_a_first_step_without_a_gradient_is_not_the_last_look(shim: Any) -> None
     (audit,) = precision_shim.status().audit
     assert audit.complete
     assert audit.parts[0].components["exp_avg"].state == "live"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_load_that_rounds_states_is_told(strict: bool) -> None:
+    wide, narrow = made(), made(torch.bfloat16)
+    for one in (wide, narrow):
+        step(*one)
+    states = {one: one[1].state_dict() for one in (wide, narrow)}
+    try:
+        precision_shim.install(features=["audit"], export=False, strict=strict)
+        key = "model_dtype=fp32"
+        for model, optimizer in (wide, narrow):
+            automatic.watch("verl", "actor", optimizer, model=model, fp32_key=key)
+        with ours() as said:
+            wide[1].load_state_dict(states[narrow])
+            narrow[1].load_state_dict(states[narrow])
+        assert said == []
+        told = (
+            r"actor: loading .* its exp_avg and exp_avg_sq from fp32 to bf16.*\(model_dtype=fp32\)"
+        )
+        with contextlib.ExitStack() as expected:
+            if strict:
+                expected.enter_context(pytest.raises(CheckpointLayoutError, match=told))
+            else:
+                expected.enter_context(pytest.warns(PrecisionShimWarning, match=told))
+            narrow[1].load_state_dict(states[wide])
+    finally:
+        precision_shim.uninstall()
+    with ours() as said:
+        narrow[1].load_state_dict(states[wide])
+    assert said == []
+
+
+def test_torchs_planner_is_wrapped_while_the_audit_is_on(shim: Any) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as Planner
+
+    plain = Planner.create_local_plan
+    shim()
+    assert vars(Planner.create_local_plan)["__wrapped__"] is plain
+    for features in (["fp16-scaling"], []):
+        precision_shim.install(features=features, export=False)
+        assert Planner.create_local_plan is plain

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from precision_shim.precision.continuing import how_read, master_is_lost, moment_becomes
+from precision_shim.precision.continuing import how_read, master_is_lost, moment_becomes, rounded
+from precision_shim.precision.dtypes import parse_dtype
 
 
 def not_asked() -> bool:
@@ -49,3 +51,28 @@ def test_what_becomes_of_a_moment() -> None:
     # fp16 and fp8 moments have a scale, which is computed anew.
     assert moment_becomes("fp16", not_asked) == "scaled"
     assert moment_becomes("fp8", not_asked) == "scaled"
+
+
+def test_what_a_load_rounds() -> None:
+    tensors = [
+        ("weights", "fp32", "bf16"),
+        ("exp_avg", "fp32", "bf16"),
+        ("exp_avg", "fp32", "bf16"),
+        ("exp_avg_sq", "fp16", "bf16"),
+        ("counts", "int64", "fp16"),
+    ]
+    (problem,) = rounded(tensors, "verl 0.9.1", "actor", "Keep fp32").problems
+    assert str(problem) == (
+        "verl 0.9.1, actor: loading this checkpoint rounds its weights and exp_avg from fp32 to "
+        "bf16, its exp_avg_sq from fp16 to bf16, so that training is not the one that was saved. "
+        "Keep fp32"
+    )
+
+
+@pytest.mark.parametrize("stored", ["float64", "fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("live", ["float64", "fp32", "fp16", "bf16"])
+def test_a_dtype_that_holds_all_numbers_of_another_rounds_none(stored: str, live: str) -> None:
+    here = parse_dtype(live) or torch.float64
+    there = parse_dtype(stored) or torch.float64
+    found = rounded([("weights", stored, live)], "", "", "")
+    assert bool(found.problems) == (torch.promote_types(there, here) is not here)

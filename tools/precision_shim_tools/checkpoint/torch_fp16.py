@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-import torch
-
+from precision_shim.precision.continuing import rounded
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.process.registry import checkpoints
 from precision_shim.scaling.record import choose_values
@@ -42,8 +41,10 @@ def predict_resume(framework: str, part: CheckpointPart, here: Here, group: str)
     held = [dtype for name in part.dtypes("params") if (dtype := parse_dtype(name)) is not None]
     saved = "+".join(map(name_of, held))
     params = parse_dtype(str((here.config or {}).get("params_dtype", "")))
-    if params is not None and any(torch.promote_types(one, params) is not params for one in held):
-        return Outcome("misread", f"torch would round its {saved} parameters to {name_of(params)}")
+    if params is not None:
+        pairs = (("weights", name_of(one), name_of(params)) for one in held)
+        for problem in rounded(pairs, framework, part.subject, "").problems:
+            return Outcome("misread", problem.message)
     shimmed = here.in_force(framework, FEATURE, group)
     told = "states are read in the dtypes that they were saved in"
     if params is None and held:

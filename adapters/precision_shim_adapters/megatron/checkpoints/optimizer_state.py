@@ -26,10 +26,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from precision_shim.adapting import Call, at_uninstall, current_settings, seam, version_of, warn
+from precision_shim.adapting import (
+    Call,
+    at_uninstall,
+    current_settings,
+    report,
+    seam,
+    version_of,
+    warn,
+)
 from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
 from precision_shim.files.metadata import METADATA, read_metadata
-from precision_shim.precision.continuing import how_read
+from precision_shim.precision.continuing import how_read, rounded
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ...common.megatron_keys import DTYPES_IN_KEY, is_master, is_optimizers
@@ -42,6 +50,11 @@ REMEDY = (
     "PRECISION_SHIM_OPTIMIZER_STATES=as-configured to continue with fp32 states (and leave low-"
     "precision dtypes out of the config), or start from the model's weights without the "
     "optimizer's states."
+)
+
+_LOAD_MASTERS = (
+    "Load the optimizer's states as well, whose fp32 masters have what the weights lose, or set "
+    "the parameters' dtype to fp32."
 )
 
 
@@ -270,30 +283,39 @@ def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
 def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
     """Compare the dtypes of the wanted optimizer tensors with the checkpoint's metadata.
 
+    Of weights that are loaded without their optimizer's states, and so without their fp32 masters,
+    tell which are rounded.
+
     Raises:
-        CheckpointLayoutError: a tensor has another dtype, and Megatron would cast it silently.
+        CheckpointLayoutError: a tensor has another dtype, and Megatron would cast it silently; for
+            weights, only in strict mode.
     """
-    wanted = [
-        tensor for tensor in _sharded_tensors(sharded_state_dict) if is_optimizers(tensor.key)
-    ]
-    if not wanted:
+    every = [*_sharded_tensors(sharded_state_dict)]
+    if not every:
         return call.proceed()
+    wanted = [tensor for tensor in every if is_optimizers(tensor.key)]
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
         stored = _stored_dtypes(str(checkpoint_dir))
     except (CheckpointingException, CheckpointUnreadableError, NotImplementedError) as error:
-        warn(
-            f"Megatron optimizer checkpoint {checkpoint_dir}: its layout could not be "
-            f"compared with the live optimizer's: {error!r}."
-        )
+        if wanted:
+            warn(
+                f"Megatron optimizer checkpoint {checkpoint_dir}: its layout could not be "
+                f"compared with the live optimizer's: {error!r}."
+            )
         return call.proceed()
+    if not wanted and any(map(is_optimizers, stored)):
+        known = (tensor for tensor in every if tensor.key in stored)
+        found = (("weights", name_of(stored[one.key]), name_of(_dtype_of(one))) for one in known)
+        where = f"Megatron checkpoint {checkpoint_dir}"
+        report(rounded(found, where, "", _LOAD_MASTERS), CheckpointLayoutError)
     for tensor in wanted:
         tensor.key = _stored_key(tensor.key, stored)
         if tensor.key not in stored:
             continue
         makes_several = hasattr(tensor, "build_fn")
-        wants = tensor.data.dtype if makes_several else tensor.dtype
+        wants = _dtype_of(tensor)
         there = stored[tensor.key]
         read = how_read(name_of(there), name_of(wants), master=is_master(tensor.key))
         if read == "cast":
@@ -307,6 +329,11 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
             if not makes_several:
                 tensor.dtype = there
     return call.proceed()
+
+
+def _dtype_of(tensor: Any) -> torch.dtype:
+    dtype: torch.dtype = (tensor.data if hasattr(tensor, "build_fn") else tensor).dtype
+    return dtype
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
