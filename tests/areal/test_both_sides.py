@@ -19,6 +19,7 @@ from ..every_framework.both_sides import (
     BothSides,
     Names,
     NoHead,
+    Routers,
     Row,
     Rows,
     Sides,
@@ -40,6 +41,23 @@ class Areal(Sides):
     def job(self, trainer: str, rollout: str, *more: str) -> list[str]:
         words = [f"actor.dtype={DTYPES[trainer]}", f"rollout.backend={self.backend}:d4p1t1", *more]
         return [*words, f"++{self.key}={rollout}"] if rollout else words
+
+    def routers(self) -> dict[str, str]:
+        wide = "bf16 beside the actor's fp32"
+        if self.backend == "sglang":
+            wide = "fp32, as the actor (actor.archon.moe_router_dtype=fp32; sglang"
+        key = "actor.megatron.moe_router_dtype is not read"
+        on_archon = "actor.backend=archon:d4p1t1"
+        return {
+            on_archon: wide,
+            f"{on_archon} ++actor.archon.moe_router_dtype=null": "the actor's bf16"
+            if self.backend == "sglang"
+            else "bf16, as the actor",
+            "": f"beside the actor's not known here ({key}",
+        }
+
+    def routed(self, model: Path, *more: str) -> list[str]:
+        return self.job("bf16", "bf16", f"actor.path={model}", *more)
 
     def served_in_fp32(self) -> list[str]:
         """AReaL 1.0.4's sections have no key for the LM head; a script's own sections may."""
@@ -82,7 +100,7 @@ def sides(tmp_path: Path) -> Areal:
     return Areal(tmp_path)
 
 
-class TestBothSides(BothSides, Names, NoHead):
+class TestBothSides(BothSides, Names, NoHead, Routers):
     @pytest.fixture(params=["sglang", "vllm"])
     def sides(self, request: pytest.FixtureRequest, tmp_path: Path) -> Areal:
         return Areal(tmp_path, request.param)

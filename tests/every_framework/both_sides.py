@@ -19,7 +19,7 @@ import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 
 from ..processes.commands import command
-from ..stand_ins.planted_engines import plant
+from ..stand_ins.planted_engines import plant, plant_routers
 from .shim_warnings import watched
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -84,6 +84,14 @@ class Sides:
 
     def handed(self, made: Any) -> str:
         """The dtype with which the driver starts the rollout's engine."""
+        raise NotImplementedError
+
+    def routers(self) -> dict[str, str]:
+        """Map words of a job to a part of what its driver says of the routers, for ``Routers``."""
+        raise NotImplementedError
+
+    def routed(self, model: Path, *more: str) -> Any:
+        """A job in bf16 whose model, in a folder, has experts."""
         raise NotImplementedError
 
     def served_in_fp32(self) -> Any:
@@ -279,6 +287,20 @@ class Rows:
             warnings_, notes = planned
             assert warnings_ == found.told
             assert notes == found.notes, (notes, found.notes)
+
+
+class Routers:
+    """The driver compares the trainer's router with the one in the installed engine's source."""
+
+    def test_routers(
+        self, shim: Any, sides: Sides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shim(frameworks=sides.framework, strict=True, export=False)
+        assert "router" not in sides.start(sides.job("bf16", "bf16")).chosen
+        model = plant_routers(tmp_path / "engines", monkeypatch)
+        for words, said in sides.routers().items():
+            found = sides.start(sides.routed(model, *words.split()))
+            assert [one for one in found.notes if one.startswith("router: ") and said in one], said
 
 
 class NoHead:

@@ -21,7 +21,7 @@ from precision_shim.errors import DtypeError, UnsupportedPrecisionError
 from precision_shim.precision.lm_head import HEAD_MARK
 
 from ..stand_ins.empty_packages import empty_packages
-from ..stand_ins.planted_engines import plant
+from ..stand_ins.planted_engines import plant, plant_routers
 from .driving import Trainer
 
 On = Callable[..., Any]
@@ -189,6 +189,31 @@ def test_fp8_of_the_trainer(on: On, job: Job) -> None:
     if job.name == "miles":  # which does not hand this flag on to Bridge
         job.drive(fp4="e2m1", megatron_to_hf_mode="bridge")
         assert "the actor has none" in decided()["rollout"][1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ({"moe_router_dtype": "fp32"}, "fp32, as the actor"),
+        ({"moe_router_dtype": None}, "fp32 beside the actor's bf16"),
+        ({"custom_model_provider_path": "a.b"}, "fp32 beside the actor's not known here"),
+        ({"train_backend": "fsdp"}, None),
+    ],
+)
+def test_the_routers_of_both_sides(
+    on: On,
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: dict[str, Any],
+    chosen: str | None,
+) -> None:
+    on()
+    model = plant_routers(tmp_path / "routers", monkeypatch)
+    job.drive("--sglang-dtype", "bf16", hf_checkpoint=str(model), **flags)
+    found = decided().get("router", (None, "--moe-router-dtype"))
+    assert found[0] == chosen
+    assert "--moe-router-dtype" in found[1]
 
 
 def test_follow_writes_the_key_once(on: On, job: Job) -> None:

@@ -46,6 +46,15 @@ class Swift(both.Sides):
         vars(args).update(word.split("=") for word in more if "=" in word)
         return written, args
 
+    def routers(self) -> dict[str, str]:
+        return {
+            "moe_router_dtype=fp32": "bf16 beside the model's fp32 (moe_router_dtype=fp32; vllm",
+            "moe_router_dtype=none": "bf16, as the model",
+        }
+
+    def routed(self, model: Path, *more: str) -> Any:
+        return Swift(self.folder, model).job("bf16", "bf16", *more)
+
     def served_in_fp32(self) -> Any:
         given = {"hf_overrides": {"head_dtype": "float32"}}
         return self.job("bf16", "bf16", vllm_engine_kwargs=given)
@@ -82,7 +91,7 @@ def sides(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Swift
 AGREED = "fp16, as the model"
 
 
-class TestBothSides(both.BothSides, both.Names, both.NoHead):
+class TestBothSides(both.BothSides, both.Names, both.NoHead, both.Routers):
     pass
 
 

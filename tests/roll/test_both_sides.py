@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from ..every_framework.both_sides import FOLLOW, SHORT, BothSides, NoHead, Sides, StopError, stop
+from ..every_framework.both_sides import (
+    FOLLOW,
+    SHORT,
+    BothSides,
+    NoHead,
+    Routers,
+    Sides,
+    StopError,
+    stop,
+)
 from . import jobs
 from .test_pages import loaded
 
@@ -37,6 +46,19 @@ class Roll(Sides):
                 "device_mapping": "list(range(0,8))",
             }
         return found
+
+    def routers(self) -> dict[str, str]:
+        return {
+            "": "not known here (actor_train.strategy_args.strategy_config.moe_router_dtype is not",
+            "fp64": "bf16 beside the actor's fp64",
+        }
+
+    def routed(self, model: Path, *more: str) -> dict[str, Any]:
+        found = self.job("bf16", "bf16")
+        for one in more:
+            given = {"additional_configs": {"moe_router_dtype": one}}
+            found["actor_train"]["strategy_args"]["strategy_config"] |= given
+        return {**found, "pretrain": str(model)}
 
     def served_in_fp32(self) -> dict[str, Any]:
         found = self.job("bf16", "bf16")
@@ -68,6 +90,12 @@ class TestBothSides(BothSides, NoHead):
     @pytest.fixture(params=["megatron_train", "fsdp2_train"])
     def sides(self, request: pytest.FixtureRequest) -> Roll:
         return Roll(request.param)
+
+
+class TestRouters(Routers):
+    @pytest.fixture
+    def sides(self) -> Roll:
+        return Roll()
 
 
 @pytest.mark.parametrize(("trainer", "other"), [("fp16", "bf16"), ("bf16", "fp16")])

@@ -5,6 +5,7 @@ Neither engine is installed in the environments of the frameworks; `tests/vllm` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,12 +76,42 @@ def get_hf_text_config(config):
 def plant_choices(folder: Path, patch: pytest.MonkeyPatch, **texts: str) -> None:
     """Write the files with the engines' functions, or with ``texts``, and put them on the path."""
     for name, files in CHOICES.items():
-        for file, text in files.items():
-            place = folder / file
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(texts.get(name, text))
-            for above in place.relative_to(folder).parents[:-1]:
-                (folder / above / "__init__.py").touch()
+        _write(folder, {file: texts.get(name, text) for file, text in files.items()}, patch)
+
+
+_ROUTER = """
+class SparseBlock(nn.Module):
+    def __init__(self, config):
+        self.gate = ReplicatedLinear(config.hidden_size, config.num_experts{})
+
+class ToyMoe(nn.Module):
+    pass
+
+EntryClass = [Other, ToyMoe]
+"""
+ROUTERS = {
+    "vllm/model_executor/models/registry.py": '_MODELS = {"ToyMoe": ("toy_moe", "ToyMoe")}',
+    "vllm/model_executor/models/toy_moe.py": _ROUTER.format(""),
+    "sglang/srt/models/toy_moe.py": _ROUTER.format(", params_dtype=torch.float32"),
+    "sglang/srt/models/toy.py": "EntryClass = ToyMoeOther",
+    "model/config.json": json.dumps({"architectures": ["ToyMoe"], "num_experts": 8}),
+}
+"""A model with experts; its router computes in fp32 in SGLang, in the model's dtype in vLLM."""
+
+
+def plant_routers(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Write the files with a router, put them on the path, and return the model's folder."""
+    _write(folder, ROUTERS, patch)
+    return folder / "model"
+
+
+def _write(folder: Path, files: Mapping[str, str], patch: pytest.MonkeyPatch) -> None:
+    for file, text in files.items():
+        place = folder / file
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        for above in place.relative_to(folder).parents[:-1]:
+            (folder / above / "__init__.py").touch()
     patch.syspath_prepend(folder)
 
 

@@ -110,7 +110,6 @@ def test_the_routers_dtype_is_read_from_the_models_code(
     kind: str, more: dict[str, Any], dtype: str
 ) -> None:
     assert gate_dtype("vllm", {"architectures": [kind], **more}) == dtype
-    assert gate_dtype("sglang", {"architectures": [kind], **more}) == ""
 
 
 @pytest.mark.parametrize(
@@ -128,11 +127,12 @@ def test_both_sides_routers(tmp_path: Path, kind: str, written: str | None, chos
     trainer, rollout = (Engine(name, "bf16", "key") for name in ("actor", "rollout"))
     config = {"architectures": [kind], "model_type": "moe", "num_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    given = (trainer, rollout, "vllm", str(tmp_path))
-    found = judge_gates("toyfw", gates_of(*given, written=written, key="router_key"))
+    fields = {} if written == "" else {"moe_router_dtype": written}
+    given = (trainer, [rollout], "vllm", str(tmp_path), fields)
+    found = judge_gates("toyfw", gates_of(*given, place="router_{}"))
     (made,) = found.decisions
     assert (made.subject, made.chosen) == ("router", chosen)
-    assert made.because.startswith("router_key")
+    assert made.because.startswith("router_moe_router_dtype")
     assert ("a token may go to other experts" in made.because) is ("as the" not in chosen)
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts": 0}))
-    assert gates_of(*given, written=written, key="router_key") == ()
+    assert gates_of(*given, place="router_{}") == ()

@@ -9,9 +9,11 @@ import __future__
 
 import ast
 import logging
+import re
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from importlib.util import resolve_name
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,24 +92,36 @@ def refusal_of_fp16(backend: str, model_type: str) -> str:
 
 
 def gate_dtype(backend: str, config: Mapping[str, Any]) -> str:
-    """Canonical name of the dtype of a router's logits in vLLM's code for a model.
+    """Canonical name of the dtype of a router's logits in an engine's code for a model.
 
     ``"model"`` stands for the model's own dtype; empty if the installed source does not tell.
     """
     try:
-        (kind,), models = config["architectures"], f"{backend}.model_executor.models"
-        tables = [one for one in _parts(f"{models}.registry") if isinstance(one, ast.Dict)]
-        rows = (row for table in tables for row in zip(table.keys, table.values, strict=True))
-        file = next(ast.literal_eval(value)[0] for key, value in rows if _text(key) == repr(kind))
-        parts = _parts(f"{models}.{file}")
+        (kind,) = config["architectures"]
+        module = _module_of(backend, kind)
+        parts = _parts(module)
         made = [(_text(one.targets[0]), one.value) for one in parts if isinstance(one, ast.Assign)]
         gates = [value for name, value in made if name in ("self.gate", "self.router")]
         names = [name for name, _ in made]
         once = {name: value for name, value in made if names.count(name) == 1}
-        (found,) = {_of_gate(one, once, f"{models}.{file}", config) for one in gates}
+        (found,) = {_of_gate(one, once, module, config) for one in gates}
         return found
     except Exception:  # another release's source may have anything
         return ""
+
+
+def _module_of(backend: str, kind: str) -> str:
+    """The module of an engine that has a model's class: vLLM lists it, SGLang looks into each."""
+    models = {"vllm": "vllm.model_executor.models", "sglang": "sglang.srt.models"}[backend]
+    if backend == "vllm":
+        tables = [one for one in _parts(f"{models}.registry") if isinstance(one, ast.Dict)]
+        rows = (row for table in tables for row in zip(table.keys, table.values, strict=True))
+        file = next(ast.literal_eval(value)[0] for key, value in rows if _text(key) == repr(kind))
+        return f"{models}.{file}"
+    spec: Any = find_spec(models)
+    files = Path(spec.submodule_search_locations[0]).glob("*.py")
+    entry = re.compile(rf"^EntryClass\b[^=]*=[^=]*\b{kind}\b", re.MULTILINE)
+    return next(f"{models}.{one.stem}" for one in files if entry.search(one.read_text("utf-8")))
 
 
 def _of_gate(call: Any, made: Mapping[str, ast.expr], module: str, config: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,10 +13,13 @@ from precision_shim.errors import PlanError
 from precision_shim.files.models import EXPERT_COUNTS, directory_of
 from precision_shim.files.safetensors import read_header
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, Engine, Gate
+from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.precision.formats import of_section
 from precision_shim.precision.names import ALIASES
 
 from .engines import chosen_by, gate_dtype, not_known, refusal_of_fp16
+
+_ROUTER = "moe_router_dtype"
 
 OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 """Maps a dtype's name in a safetensors file to its canonical name."""
@@ -81,21 +84,34 @@ def resolve_by_model(engine: Engine, backend: str, path: str) -> Engine:
 
 
 def gates_of(
-    trainer: Engine | None, rollout: Engine, backend: str, path: str, *, written: Any, key: str
+    trainer: Engine | None,
+    others: Iterable[Engine],
+    backend: str,
+    path: str,
+    fields: Mapping[str, Any] | None,
+    *,
+    place: str,
 ) -> tuple[Gate, ...]:
-    """Describe the routers of a model on Megatron; none if its files here show no experts.
+    """Describe a model's routers in the trainer and in the first rollout of ``others``.
 
-    ``written`` is the user's ``moe_router_dtype`` at ``key``, empty if it is not set.
+    None if the model's files here show no experts. ``fields`` of the trainer's model are at the key
+    ``place``, with "{}" for a field's name; ``None`` if the trainer does not read them.
     """
     config = _config(path)
     inner = config.get("text_config") or config
-    if trainer is None or not any(inner.get(name) for name in EXPERT_COUNTS):
+    rollout = next((one for one in others if one.subject == "rollout"), None)
+    experts = any(inner.get(name) for name in EXPERT_COUNTS)
+    if trainer is None or rollout is None or not experts:
         return ()
-    mine = Gate(trainer.subject, str(written or trainer.computes), f"{key}={written}")
+    written, key = (fields or {}).get(_ROUTER, ""), place.format(_ROUTER)
+    dtype = parse_dtype(str(written))
+    computes = trainer.computes if str(written).lower() == "none" else str(written)
+    mine = Gate(trainer.subject, name_of(dtype) if dtype else computes, f"{key}={written}")
     if written == "":
-        because = f"{key} is not set, and the code that converts the model may set it"
+        because = f"{key} is not {'read' if fields is None else 'set'}"
+        because += ", and the code that converts the model decides"
         mine = Gate(trainer.subject, "", because)
-    found = gate_dtype(backend, config) if backend == "vllm" else ""
+    found = gate_dtype(backend, config)
     because = f"{versioned(backend)}'s code for {config.get('model_type')}"
     if found == "model":
         found = rollout.computes if rollout.computes in ENGINE_NAMES else ""

@@ -11,7 +11,7 @@ from precision_shim.adapting.dtypes import ALIASES, name_of, parse_dtype
 from precision_shim.adapting.rollouts import AUTO, BLOCKS, ROWS, Engine, Format, in_e4m3
 
 from ..agreement.lm_head import of_rollout, unchanged_heads
-from ..agreement.model_files import resolve_by_model
+from ..agreement.model_files import gates_of, resolve_by_model
 from ..agreement.names import engine_name, with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
 from ..megatron.policy.formats import read_format
@@ -44,8 +44,8 @@ def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
     trainer = engine("actor", "actor")
     if trainer is None:
         return None
-    on_megatron = str(OmegaConf.select(config, "actor.backend")).startswith("megatron")
-    if on_megatron and OmegaConf.select(config, "actor.optimizer.type") == _BF16_ADAM:
+    kind = str(OmegaConf.select(config, "actor.backend")).partition(":")[0]
+    if kind == "megatron" and OmegaConf.select(config, "actor.optimizer.type") == _BF16_ADAM:
         because = f"actor.optimizer.type is {_BF16_ADAM}"
         trainer = replace(trainer, computes="bf16", because=because)
     others = []
@@ -61,7 +61,13 @@ def read_sides(config: Any, *, follows: bool = True) -> Sides | None:
     others += [_rollout(name, config, follows=follows) for name in engines]
     served = [of_rollout(name, OmegaConf.to_container(config[name]), name) for name in engines]
     heads = unchanged_heads("actor", "AReaL", served)
-    return Sides("areal", versioned("areal"), trainer, list(filter(None, others)), heads)
+    found = list(filter(None, others))
+    # AReaL's Megatron engine does not read its own key for the router.
+    fields = OmegaConf.select(config, f"actor.{kind}") if kind == "archon" else None
+    routed = trainer if kind in ("archon", "megatron") else None
+    path, place = str(config.actor.path), f"actor.{kind}.{{}}"
+    gates = gates_of(routed, found, "".join(engines), path, fields, place=place)
+    return Sides("areal", versioned("areal"), trainer, found, heads, gates=gates)
 
 
 def _rollout(backend: str, config: Any, *, follows: bool) -> Engine:

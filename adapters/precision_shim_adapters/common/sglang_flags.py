@@ -14,7 +14,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, Seam, collect, in_force, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import AUTO, Engine
+from precision_shim.precision.agreement import AUTO, Engine, Gate
 from precision_shim.precision.formats import Format
 from precision_shim.precision.lm_head import SETTING, Head
 from precision_shim.precision.names import ALIASES
@@ -27,7 +27,7 @@ from ..agreement.lm_head import (
     of_rollout,
     of_trainer,
 )
-from ..agreement.model_files import quantised, resolve_by_model
+from ..agreement.model_files import gates_of, quantised, resolve_by_model
 from ..agreement.names import engine_name, with_rounded
 from ..agreement.report import FEATURE, Sides, report_sides
 from ..megatron.policy.formats import read_format
@@ -77,6 +77,16 @@ def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine
     engine = resolve_by_model(engine, "sglang", path)
     engine = with_rounded(engine, {"quantization": quantised(path)}, f"{path}/config.json")
     return with_rounded(with_rounded(engine, flags, _FLAGS, "sglang"), own, place, "sglang")
+
+
+def _gates(args: Any, trainer: Engine, others: list[Engine]) -> tuple[Gate, ...]:
+    given = vars(args)
+    on_megatron = trainer if given.get("train_backend", "megatron") == "megatron" else None
+    by_others = given.get("megatron_to_hf_mode") == "bridge"  # gets the fields of ``_format`` only
+    by_others = by_others or bool(given.get("custom_model_provider_path"))
+    fields, path = None if by_others else given, str(args.hf_checkpoint)
+    flag = "--moe-router-dtype"
+    return gates_of(on_megatron, others, "sglang", path, fields, place=flag)
 
 
 def _given(args: Any) -> dict[str, Any]:
@@ -193,8 +203,10 @@ def seams(name: str) -> tuple[Seam, ...]:
         alone = args.debug_train_only or args.debug_rollout_only
         if hasattr(args, "sglang_dtype") and not alone:
             groups = _groups(name, args)
-            both = *engines(name, args, groups), heads(name, args, groups)
-            report_sides(Sides(name, versioned(name), *both), partial(_write, args))
+            trainer, others = engines(name, args, groups)
+            job = name, versioned(name), trainer, others, heads(name, args, groups)
+            gates = _gates(args, trainer, others)
+            report_sides(Sides(*job, gates=gates), partial(_write, args))
         return call.proceed()
 
     @seam(

@@ -13,7 +13,7 @@ from precision_shim.adapting.dtypes import ALIASES, name_of
 from precision_shim.adapting.rollouts import AUTO, Engine
 
 from ..agreement.lm_head import of_rollout, unchanged_heads
-from ..agreement.model_files import resolve_by_model
+from ..agreement.model_files import gates_of, resolve_by_model
 from ..agreement.names import engine_name, with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
 from ..megatron.policy.formats import read_format
@@ -74,16 +74,13 @@ def compare(call: Call) -> None:
         for group in ("rollout", "teacher")
         if pipeline.group_gpus.get(group, 0) > 0
     ]
-    trainer = _trainer(pipeline._data_info.get("_driver_args"))
+    args = pipeline._data_info.get("_driver_args")
+    trainer = _trainer(args)
     if others and trainer is not None:
-        served = [
-            of_rollout(
-                "vllm", pipeline.group_cfgs[one.subject].get(_EXTRA) or {}, f"rollout.{_EXTRA}"
-            )
-            for one in others
-            if one.subject == "rollout"
-        ]
-        heads = unchanged_heads("model", "ms-swift", served)
-        sides = Sides("ms-swift", _where(), trainer, others, heads)
+        own = pipeline.group_cfgs.get("rollout") or {}
+        served = of_rollout("vllm", own.get(_EXTRA) or {}, f"rollout.{_EXTRA}")
+        heads = unchanged_heads("model", "ms-swift", [served])
+        gates = gates_of(trainer, others, "vllm", str(own.get("model")), vars(args), place="{}")
+        sides = Sides("ms-swift", _where(), trainer, others, heads, gates=gates)
         report_sides(sides, partial(write_key, pipeline.group_cfgs))
     call.proceed()

@@ -88,9 +88,9 @@ def read_sides(config: Any) -> Sides | None:
             path = str(policy.get("model_name") or "")
             backend, megatron = str(generation.get("backend")), policy.get("megatron_cfg") or {}
             rollout = resolve_by_model(rollout, backend, path)
-            written, key = megatron.get("moe_router_dtype"), "policy.megatron_cfg.moe_router_dtype"
             on_megatron = trainer if megatron.get("enabled") else None
-            gates = gates_of(on_megatron, rollout, backend, path, written=written, key=key)
+            place = "policy.megatron_cfg.{}"
+            gates = gates_of(on_megatron, [rollout], backend, path, megatron, place=place)
         others = [engine for engine in (rollout, teacher) if engine is not None]
     heads = unchanged_heads("policy", "NeMo-RL", [_served(policy)], _own_head(policy))
     decided = tuple(_unseen(generation.get("refit_transport")))

@@ -5,16 +5,15 @@ Each of ROLL's workers has a dtype of its own. A pipeline is the driver.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import name_of, parse_dtype
-from precision_shim.adapting.rollouts import AUTO, Engine, Head
+from precision_shim.adapting.rollouts import AUTO, Engine
 
 from ..agreement.lm_head import of_rollout, unchanged_heads
-from ..agreement.model_files import resolve_by_model
+from ..agreement.model_files import gates_of, resolve_by_model
 from ..agreement.names import with_rounded, write_key
 from ..agreement.report import FEATURE, Sides, report_sides
 from ..megatron.policy.formats import read_format
@@ -22,7 +21,7 @@ from ..megatron.policy.formats import read_format
 GROUP = "rollout"
 _ENGINES = ("vllm", "sglang")
 _NAMES = {name: name for name in ("fp16", "bf16", "fp32")}
-_KEY = "model_args.dtype"
+_KEY, _GIVEN = "model_args.dtype", "strategy_args.strategy_config"
 
 
 def read_sides(config: Any) -> Sides | None:
@@ -33,8 +32,24 @@ def read_sides(config: Any) -> Sides | None:
     others = [_engine(config, "actor_infer", "rollout")]
     if getattr(config, "enable_reference", True):
         others.append(_engine(config, "reference", "ref"))
-    heads = unchanged_heads("actor", "ROLL", _served(config))
-    return Sides("roll", versioned("roll"), trainer, list(filter(None, others)), heads)
+    found = list(filter(None, others))
+    train, infer = config.actor_train, getattr(config, "actor_infer", None)
+    served = getattr(infer, "strategy_args", None)
+    backend, given = ("", {}) if served is None else (served.strategy_name, served.strategy_config)
+    rollout = of_rollout(backend, given or {}, f"actor_infer.{_GIVEN}")
+    heads = unchanged_heads("actor", "ROLL", [rollout])
+    own, path = train.strategy_args, str(train.model_args.model_name_or_path)
+    on_megatron = trainer if own.strategy_name.startswith("megatron") else None
+    fields, place = _fields(own), f"actor_train.{_GIVEN}.{{}}"
+    gates = gates_of(on_megatron, found, backend, path, fields, place=place)
+    return Sides("roll", versioned("roll"), trainer, found, heads, gates=gates)
+
+
+def _fields(strategy: Any) -> dict[str, Any]:
+    """The fields of Megatron's config in a worker's strategy."""
+    given = strategy.strategy_config or {}
+    more = given.get("additional_configs")  # or the path of a file on the workers' machine
+    return {**(more if isinstance(more, dict) else {}), **given}
 
 
 def _engine(config: Any, key: str, subject: str) -> Engine | None:
@@ -43,7 +58,7 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     if worker is None or strategy is None:
         return None
     name, given = strategy.strategy_name, strategy.strategy_config or {}
-    where, place, format = f"{key}.{_KEY}", f"{key}.strategy_args.strategy_config", None
+    where, place, format = f"{key}.{_KEY}", f"{key}.{_GIVEN}", None
     written: Any = worker.model_args.dtype
     if name.startswith("fsdp2"):
         where = f"{place}.param_dtype"
@@ -51,8 +66,7 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
     elif name.startswith("megatron"):
         values = {"fp16": worker.training_args.fp16, "bf16": worker.training_args.bf16, **given}
         written = "fp16" if values["fp16"] else "bf16" if values["bf16"] else "fp32"
-        more = given.get("additional_configs")  # or the path of a file on the workers' machine
-        format = read_format({**(more if isinstance(more, dict) else {}), **given}, f"{place}.{{}}")
+        format = read_format(_fields(strategy), f"{place}.{{}}")
     dtype = parse_dtype(str(written))
     if dtype is None and name not in _ENGINES:  # such as null, for the checkpoint's dtype
         return None
@@ -62,13 +76,6 @@ def _engine(config: Any, key: str, subject: str) -> Engine | None:
         return engine
     engine = resolve_by_model(engine, name, str(worker.model_args.model_name_or_path))
     return with_rounded(engine, given, place, name)
-
-
-def _served(config: Any) -> Iterator[Head]:
-    strategy = getattr(getattr(config, "actor_infer", None), "strategy_args", None)
-    if strategy is not None:
-        place = "actor_infer.strategy_args.strategy_config"
-        yield of_rollout(strategy.strategy_name, strategy.strategy_config or {}, place)
 
 
 def _write(config: Any, key: str, value: str) -> None:

@@ -51,13 +51,11 @@ def sides_of(config: Any, in_force: IsInForce, directory: str = "") -> Sides:
         decided.append(_decided("rollout", "not compared with the policy", because))
     elif policy.because:
         decided.append(_decided("policy", policy.computes, policy.because))
-    layers, name = getattr(trainer.policy.megatron_config, reader.LAYERS) or {}, "moe_router_dtype"
-    key = f"trainer.policy.megatron_config.{reader.LAYERS}.{name}"
+    layers = getattr(trainer.policy.megatron_config, reader.LAYERS) or {}
+    place = f"trainer.policy.megatron_config.{reader.LAYERS}.{{}}"
     on_megatron = policy if trainer.strategy == "megatron" else None
     backend = str(config.generator.inference_engine.backend)
-    gates = model_files.gates_of(
-        on_megatron, others[-1], backend, path, written=layers.get(name, ""), key=key
-    )
+    gates = model_files.gates_of(on_megatron, others, backend, path, layers, place=place)
     where = versioned("skyrl")
     return Sides("skyrl", where, policy, others, decided=tuple(decided), gates=gates)
 

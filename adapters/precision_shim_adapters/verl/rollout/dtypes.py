@@ -30,6 +30,7 @@ from ..config import PPO, ROLLOUT, ModelConfig, of_ppo, qat_format
 from ..config import section_of as _section
 from .lm_head import read_heads
 
+_LAYERS = "override_transformer_config"
 _BLOCKWISE = Format(in_e4m3(BLOCKS, ROWS))
 """What verl makes of the rollout's ``quantization=fp8``."""
 SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
@@ -52,10 +53,9 @@ def read_sides(config: Mapping[str, Any], in_force: IsInForce) -> Sides | None:
     path, backend = str(actor.model.get("path") or ""), str(rollout.get("name"))
     served = resolve_by_model(_of_rollout(rollout, "rollout", ROLLOUT), backend, path)
     others = [*_reference(ref, trainer), served, *_teachers(config)]
-    layers, name = actor.get("override_transformer_config", {}), "moe_router_dtype"
-    key = f"{actor.engine_key}.override_transformer_config.{name}"
+    layers, place = actor.get(_LAYERS, {}), f"{actor.engine_key}.{_LAYERS}.{{}}"
     on_megatron = trainer if actor.strategy == "megatron" else None
-    gates = gates_of(on_megatron, served, backend, path, written=layers.get(name, ""), key=key)
+    gates = gates_of(on_megatron, [served], backend, path, layers, place=place)
     because = f"the shim does not know what verl's {actor.strategy} engine computes in"
     unknown = Decision("verl", "rollout", FEATURE, "not compared with the actor", because)
     decided: tuple[Decision, ...] = () if trainer else (unknown,)
