@@ -69,9 +69,9 @@ def record(root: Path, *folders: str) -> Iterator[str]:
                     continue
                 pairs = [word for word in words if "=" in word and not word.startswith("-")]
                 keys = sorted({word for word in pairs if KEY.search(word.partition("=")[0])})
-                keys[:0] = re.findall(
-                    "--config-name=[^ ]+", re.sub("(-name) ", r"\1=", " ".join(words))
-                )
+                line = re.sub("(-name|-path) ", r"\1=", " ".join(words))
+                # A path within the checkout; any other one is that of the entry point.
+                keys[:0] = re.findall("--config-(?:name=|path=./[^ ]+/)[^ ]+", line)
                 if not entry.startswith(("verl", "skyrl")):  # not installed: what it builds upon
                     base = "main_sft" if "sft" in entry else "entrypoints.main_base"
                     entry = f"skyrl.train.{base}"

@@ -35,6 +35,7 @@ def recorded(name: str, *folders: str) -> dict[str, Recipe]:
     """
     file = Path(__file__).with_name("recipes") / f"{name}.txt"
     lines = record(Path(CHECKOUT), *folders) if CHECKOUT else file.read_text("utf-8").splitlines()
+    lines = (line.replace("-path=./", f"-path={CHECKOUT}/") for line in lines)
     split = [line.split() for line in lines if not line.startswith("#")]
     return {
         recipe: Recipe(["python", "-m", *words], int(count)) for count, _, recipe, *words in split
