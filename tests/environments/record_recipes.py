@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 KEY = re.compile(
@@ -51,9 +52,8 @@ def launched(script: Path, root: Path, folder: Path) -> list[list[str]]:
     return [line.split("\0")[:-1] for line in written.split("\n\0")]
 
 
-def main(name: str, root: Path, *folders: str) -> None:
-    """Print one line for each set of keys."""
-    print(f"# {name}: number of recipes, digest of their text, the first of them, its launch line")
+def record(root: Path, *folders: str) -> Iterator[str]:
+    """Yield one line for each set of keys."""
     found: dict[tuple[str, ...], list[tuple[str, bytes]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as made:
         (bin_ := Path(made, "bin")).mkdir()
@@ -69,9 +69,9 @@ def main(name: str, root: Path, *folders: str) -> None:
                     continue
                 pairs = [word for word in words if "=" in word and not word.startswith("-")]
                 keys = sorted({word for word in pairs if KEY.search(word.partition("=")[0])})
-                keys[:0] = re.findall(
-                    "--config-name=[^ ]+", re.sub("(-name) ", r"\1=", " ".join(words))
-                )
+                line = re.sub("(-name|-path) ", r"\1=", " ".join(words))
+                # A path within the checkout; any other one is that of the entry point.
+                keys[:0] = re.findall("--config-(?:name=|path=./[^ ]+/)[^ ]+", line)
                 if not entry.startswith(("verl", "skyrl")):  # not installed: what it builds upon
                     base = "main_sft" if "sft" in entry else "entrypoints.main_base"
                     entry = f"skyrl.train.{base}"
@@ -79,8 +79,10 @@ def main(name: str, root: Path, *folders: str) -> None:
                 found[(entry, *keys)].append(one)
     for words, recipes in sorted(found.items()):
         digest = hashlib.sha256(b"".join(text for _, text in recipes)).hexdigest()[:12]
-        print(len(recipes), digest, recipes[0][0], *words)
+        yield " ".join((str(len(recipes)), digest, recipes[0][0], *words))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]).resolve(), *sys.argv[3:])
+    name, checkout, *folders = sys.argv[1:]
+    print(f"# {name}: number of recipes, digest of their text, the first of them, its launch line")
+    print(*record(Path(checkout).resolve(), *folders), sep="\n")

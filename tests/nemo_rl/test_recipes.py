@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from ..plan.shipped import hold
+from ..plan.shipped import CHECKOUT, Recipe, hold
 
-UNPLANNED = ("its config trains no model", "FusedAdam")
+UNPLANNED = {
+    "its config trains no model": "train no model",
+    "FusedAdam": "train with TransformerEngine's FusedAdam on DTensor",
+}
 KEY = re.compile("precision|dtype|[bf]p?(8|16)|megatron_cfg|lora")
 BASE = re.compile(r"^defaults:\s*(?:-\s*)?(\S+)$", re.MULTILINE)
 
@@ -24,7 +29,13 @@ def keys(file: Path) -> tuple[str, ...]:
 @pytest.mark.slow
 def test_recipes(checkout: Path) -> None:
     """One config for each set of keys."""
-    examples = checkout / "examples"
+    examples = Path(CHECKOUT or checkout, "examples")
     line = ("python", str(examples / "run_sft.py"), "--config")
-    found = {keys(one): one for one in sorted(examples.rglob("*.yaml"))}.values()
-    hold({str(one.relative_to(examples)): (*line, str(one)) for one in found}, *UNPLANNED)
+    alike: dict[tuple[str, ...], list[Path]] = defaultdict(list)
+    for one in sorted(examples.rglob("*.yaml")):
+        alike[keys(one)].append(one)
+    recipes = {
+        str(one.relative_to(examples)): Recipe((*line, str(one)), 1 + len(others))
+        for one, *others in alike.values()
+    }
+    hold(f"NeMo-RL {version('nemo-rl')}", recipes, UNPLANNED)

@@ -15,6 +15,8 @@ from packaging.version import Version
 
 from precision_shim_adapters.megatron.installed import needs_gather
 from precision_shim_adapters.verl import config as verls
+from precision_shim_tools.plan.megatron.layout import count
+from precision_shim_tools.plan.megatron.sizes import Sizes
 
 from ..every_framework import in_force
 from ..every_framework.walks import walking
@@ -953,6 +955,48 @@ def test_torchtitans_adapters_train_over_a_frozen_model() -> None:
     model = built(model_registry("debugmodel", converters=[adapters]))
     assert {weight.trains for weight in model.weights} == {True, False}
     assert all(weight.trains == ("lora" in weight.name) for weight in model.weights)
+    (stage,) = count(model, Sizes(8))
+    assert stage.dense == sum(weight.numel for weight in model.weights if weight.trains)
+    assert stage.frozen == model.parameters - stage.dense
+
+
+@needs("torchtitan")
+def test_the_stages_of_torchtitans_pipeline_have_the_whole_model() -> None:
+    line = ("torchrun", "--nproc-per-node=8", *LLAMA, "--training.disable_cuda_graphs")
+    line += ("--parallelism.pipeline_parallel_degree",)
+    (whole,) = planned("--", *line, "1")[1]["models"][0]["with_shim"]
+    _, plan = planned("--", *line, "2")
+    assert plan["world_size"] == 8
+    assert plan["models"][0]["layout"] == {"fsdp": 4, "replicas": 1, "tp": 1, "pp": 2}
+    stages = [stage["parts"][0]["components"]["params"] for stage in plan["models"][0]["with_shim"]]
+    params = whole["parts"][0]["components"]["params"]
+    assert sum(one["group_bytes"] for one in stages) == params["group_bytes"]
+    assert stages[0]["group_bytes"] != stages[1]["group_bytes"]
+    _, plan = planned("--parameters", "8B", "--", *line, "2")
+    for stage in plan["models"][0]["with_shim"]:
+        assert stage["parts"][0]["components"]["params"]["group_bytes"] == 4 * 4 * 10**9
+    line += ("4", "--parallelism.pipeline_parallel_layers_per_stage")
+    assert "layers_per_stage=5" in refused("--", *line, "5")
+
+
+@needs("torchtitan")
+def test_a_config_of_torchtitans_for_a_newer_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "newer.py").write_text(
+        "from torchtitan.models.llama3 import config_registry\n"
+        "from torchtitan.tools.utils import has_cuda_capability\n"
+        "def llama3():\n"
+        "    if not (has_cuda_capability(8, 9) and has_cuda_capability(10, 0)):\n"
+        "        raise ValueError('too old')\n"
+        "    return config_registry.llama3_debugmodel()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    line = ("torchrun", "--nproc-per-node=8", "-m", "torchtitan.train", "--module", "newer")
+    for _ in range(2):  # the first answer is taken back
+        notes = planned("--", *line, "--config", "llama3")[1]["notes"]
+        assert "torchtitan refuses this config on GPUs older than sm_100" in notes
+    assert not any("sm_" in note for note in planned("--", *line[:-2], *LLAMA[2:])[1]["notes"])
 
 
 @needs("verl")

@@ -7,10 +7,12 @@ from importlib.metadata import version
 import pytest
 from packaging.version import Version
 
-from ..plan.shipped import hold, recorded
+from ..plan.shipped import CHECKOUT, hold, recorded
+
+SKYRL = version("skyrl")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(Version(version("skyrl")) < Version("0.4"), reason="recipes of the newest")
+@pytest.mark.skipif(Version(SKYRL) < Version("0.4") and not CHECKOUT, reason="of the newest")
 def test_recipes() -> None:
-    hold(recorded("skyrl"))
+    hold(f"SkyRL {SKYRL}", recorded("skyrl", "examples", "integrations"), {})

@@ -208,7 +208,7 @@ def rowwise():
 def tensorwise():  # torchtitan's emulation has torchao's default, whatever the recipe is
     return converted("tensorwise")
 """
-"""torchtitan's own conversion; its class derives from one of torchao's, which is not installed."""
+"""torchtitan's own conversion, to a class without torchao's kernels, which need a GPU."""
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ..pages.page_jobs import Job, of
-from .absent import ABSENT, Finder
+from .absent import standing_in
 
 JOBS = of("torchtitan")
 RL = "torchtitan.experiments.rl.train"
@@ -19,14 +18,8 @@ RL = "torchtitan.experiments.rl.train"
 @pytest.fixture(autouse=True)
 def importable(torchtitan: None) -> Iterator[None]:
     """Stand in for vLLM and the renderers while a config is read."""
-    finder = Finder()
-    sys.meta_path.append(finder)
-    try:
+    with standing_in("vllm", "renderers"):
         yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [one for one in sys.modules if one.partition(".")[0] in ABSENT]:
-            del sys.modules[name]
 
 
 def validated(job: Job) -> Any:

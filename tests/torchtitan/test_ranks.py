@@ -9,6 +9,7 @@ import pytest
 
 from ..every_framework.checkpoint_doctor import verdict
 from ..processes.rank_server import Ranks
+from . import cpu
 from .conftest import TORCH_HAS_PIPELINES
 
 
@@ -78,8 +79,17 @@ def test_two_parts_of_each_tensor_skip_together(ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not TORCH_HAS_PIPELINES, reason="torchtitan's pipelines need torch 2.15")
 @pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 2), ("ZBVZeroBubble", None)])
-def test_two_pipeline_stages(ranks: Ranks, schedule: str, chunks: int | None) -> None:
-    """The last stage computes the loss; both stages skip an overflow, and share one scale."""
+def test_two_pipeline_stages(
+    torchtitan: None, ranks: Ranks, schedule: str, chunks: int | None
+) -> None:
+    """The last stage computes the loss; both stages skip an overflow, and share one scale.
+
+    The plan gives each rank the parameters that it has.
+    """
+    from torchtitan.config import ParallelismConfig
+
+    from precision_shim_tools.plan.torchtitan import built, stages_of
+
     options: dict[str, Any] = {
         "parallelism": {
             "pipeline_parallel_degree": 2,
@@ -91,6 +101,15 @@ def test_two_pipeline_stages(ranks: Ranks, schedule: str, chunks: int | None) ->
     }
     last = 1 if schedule == "1F1B" else 0  # in a V schedule the first rank also has the last stage
     plain = ranks("pretrain", first=0, last=1, **options)
+    parts = stages_of(
+        "",
+        ParallelismConfig(**options["parallelism"]),
+        spec := cpu.model_spec(layers=options["layers"]),
+        built(spec),
+    )
+    for one, part in zip(plain, parts, strict=True):
+        names = {f"{weight.name}.exp_avg" for weight in part.weights}
+        assert names == {name for name in one["values"] if name.endswith(".exp_avg")}
     found = ranks("pretrain", first=0, last=3, overflows=[1], on_rank=last, **options)
     skipped_together(found)
     # Figures of the first step that were not unscaled would be 1,024 times as large.

@@ -2,66 +2,74 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
-import inspect
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from importlib.metadata import distribution, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ..plan.shipped import hold
-from .test_pages import importable  # noqa: F401
+from precision_shim_tools.plan.torchtitan import newer_gpu
 
-UNPLANNED = (
-    "pipelines are not planned",
-    "torchao is not installed",
-    "No module named",
-    "only supported (on|for)",  # GPUs of a newer kind
-    "initial_load_path must be an absolute path",  # of a file that the framework's CI makes
-)
+from ..plan.shipped import Recipe, hold
+from .absent import standing_in
 
-
+UNPLANNED = {
+    "transformers": "train models of transformers, which is not installed",
+    "DistMuon": "train with Muon",
+}
 KEY = re.compile("precision|dtype|float|quant|converter|optimizer|lora", re.IGNORECASE)
 
 
+@pytest.fixture
+def importable(torchtitan: None) -> Iterator[None]:
+    """Stand in for the packages that torchtitan's models call, and their configs do not."""
+    with standing_in("vllm", "renderers", "transformers", "torchvision", "fla", "math_verify"):
+        yield
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pattern", ["torchtitan/**/config_registry.py", "torchtitan_recipes/**/*.py"]
+@pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao, for recipes in fp8 and fp4"
 )
-def test_recipes(pattern: str) -> None:
-    hold(dict(lines(pattern)), *UNPLANNED, least=0.5)  # many are pipelines
+def test_recipes(importable: None) -> None:
+    site = Path(str(distribution("torchtitan").locate_file("")))
+    files = [
+        *site.glob("torchtitan/**/config_registry.py"),
+        *site.glob("torchtitan_recipes/**/*.py"),
+    ]
+    recipes = {name: one for file in sorted(files) for name, one in of_module(file, site)}
+    hold(f"torchtitan {version('torchtitan')}", recipes, UNPLANNED)
 
 
-def lines(pattern: str) -> Iterator[tuple[str, list[str]]]:
-    """One launch line for each module that can be imported here, and set of keys on precision."""
-    import torchtitan
-
-    site = Path(torchtitan.__file__).parents[1]
-    seen: set[tuple[str, ...]] = set()
-    for file in sorted(site.glob(pattern)):
-        name = ".".join(file.relative_to(site).with_suffix("").parts)
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:  # of transformers, fla and others
-            continue
-        for config, make in inspect.getmembers(module, inspect.isfunction):
-            mine = make.__module__ == name and not config.startswith("_")
-            if not mine or inspect.signature(make).parameters:
+def of_module(file: Path, site: Path) -> Iterator[tuple[str, Recipe]]:
+    """One launch line for each set of keys on precision."""
+    module = ".".join(file.relative_to(site).with_suffix("").parts)
+    text, alike = file.read_text("utf-8"), defaultdict[tuple[str, ...], list[str]](list)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.returns and not node.name.startswith("_"):
+            if node.args.args or node.args.kwonlyargs:
                 continue
-            source = inspect.getsource(make).splitlines()[1:]
-            keys = (name, *(one.strip() for one in source if KEY.search(one)))
-            if keys not in seen:
-                seen.add(keys)
-                words = ["-m", "torchtitan.train", "--module", name, "--config", config]
-                yield f"{name}:{config}", ["torchrun", *gpus(make), *words]
+            lines = (ast.get_source_segment(text, node) or "").splitlines()[1:]
+            alike[tuple(one.strip() for one in lines if KEY.search(one))].append(node.name)
+    for config, *others in alike.values():
+        words = ["-m", "torchtitan.train", "--module", module, "--config", config]
+        yield (
+            f"{module}:{config}",
+            Recipe(["torchrun", *gpus(module, config), *words], 1 + len(others)),
+        )
 
 
-def gpus(make: Any) -> list[str]:
+def gpus(module: str, config: str) -> list[str]:
     """torchrun's option for 8 GPUs, if the config leaves their number to the command line."""
     try:
-        left = make().parallelism.data_parallel_shard_degree < 1
+        with newer_gpu():
+            made = getattr(importlib.import_module(module), config)()
+        left = made.parallelism.data_parallel_shard_degree < 1
     except (AttributeError, ImportError, ValueError):  # an RL config, or one that the plan refuses
         return []
     return ["--nproc-per-node=8"] if left else []

@@ -25,7 +25,7 @@ from .command import Job
 from .counting import Precision, Share, part
 from .megatron import layout
 from .megatron.sizes import Sizes
-from .record import Decided, ModelPlan, Stage
+from .record import Decided, ModelPlan, PlannedPart, Stage
 from .request import Rules, Variant
 from .shapes import Model
 
@@ -43,8 +43,9 @@ class ShardedModel:
     """One model of a job on FSDP or DTensor.
 
     Attributes:
-        world: number of GPUs.
+        world: number of GPUs; of one stage, if there are several.
         dtype: canonical name of the dtype in which the parameters are stored.
+        stages: the parts of the model in the stages of a pipeline; empty without one.
         shards: number of ranks that share a copy of a parameter; 0 to compute it from ``replicas``.
         tensor: size of tensor parallelism.
         context: number of context-parallel ranks; parameters are sharded over these ranks as well.
@@ -71,6 +72,7 @@ class ShardedModel:
     model: Model
     world: int
     dtype: str
+    stages: tuple[Model, ...] = ()
     shards: int = 0
     tensor: int = 1
     context: int = 1
@@ -111,22 +113,14 @@ class ShardedModel:
                 f"{self.subject}: its layout cannot be computed: {fault}. "
                 "Write sizes that divide it."
             )
-        (counted,) = layout.count(self.model, sizes, value_head=self.value_head)
-        group, dtype, numel = self.group, self.trained, (counted.dense, counted.frozen)
-        moments = self.moments or dtype
-        precision = Precision(dtype, dtype, "", moments, moments, buckets=False, frozen=self.dtype)
-        if not name:
-            precision, numel = Precision(self.dtype, buckets=False), (0, sum(numel))
-        share = Share(*numel, group, self.world // group, group > 1, group > 1)
-        whole = part("model", share, precision, name)
-        if self.offload:
-            held = {key: replace(size, host=size.bytes) for key, size in whole.components.items()}
-            whole = replace(whole, components=held, at_step={})
-        stages = (Stage(0, (whole,)),)
+        parts = self.stages or (self.model,)
+        stages = tuple(Stage(place, (self._part(one, sizes),)) for place, one in enumerate(parts))
+        replicas = self.world // (self.group * self.tensor)
+        ways = {"fsdp": self.group, "replicas": replicas, "tp": self.tensor}
         planned = ModelPlan(
             self.subject,
             self.model.parameters,
-            {"fsdp": group, "replicas": self.world // (group * self.tensor), "tp": self.tensor},
+            ways if len(parts) == 1 else {**ways, "pp": len(parts)},
             self.decisions,
             stages,
             stages,
@@ -138,6 +132,21 @@ class ShardedModel:
             ends=self.ends,
         )
         return planned, [*self.illegal, *self._not_taken()]
+
+    def _part(self, model: Model, sizes: Sizes) -> PlannedPart:
+        """The memory of the model or of the part of it in a pipeline stage."""
+        (counted,) = layout.count(model, sizes, value_head=self.value_head)
+        group, dtype, numel = self.group, self.trained, (counted.dense, counted.frozen)
+        moments = self.moments or dtype
+        precision = Precision(dtype, dtype, "", moments, moments, buckets=False, frozen=self.dtype)
+        if not self.optimizer:
+            precision, numel = Precision(self.dtype, buckets=False), (0, sum(numel))
+        share = Share(*numel, group, self.world // group, group > 1, group > 1)
+        whole = part("model", share, precision, self.optimizer)
+        if self.offload:
+            held = {key: replace(size, host=size.bytes) for key, size in whole.components.items()}
+            whole = replace(whole, components=held, at_step={})
+        return whole
 
     def _not_taken(self) -> Iterator[Problem]:
         """Yield a problem for each option that the framework passes to torch, and torch refuses."""

@@ -11,9 +11,11 @@ import io
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from precision_shim.adapting import versioned
@@ -27,6 +29,7 @@ from precision_shim_adapters.torchtitan.rollout import dtypes
 from precision_shim_adapters.torchtitan.training.trainers import NAMES, PRETRAINING, RL, ROLLOUT
 
 from .command import Job
+from .megatron.layout import layer_of
 from .request import Request, read_request
 from .rollout import listed, predict_sides
 from .shapes import Model, Weight
@@ -34,8 +37,8 @@ from .torch_optimizer import ShardedModel, is_adam, learning_rate, scaling
 from .values import one_line
 
 _DEGREES = (
-    *("data_parallel_replicate_degree", "tensor_parallel_degree"),
-    *("context_parallel_degree", "expert_parallel_degree"),
+    *("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree"),
+    *("expert_parallel_degree", "pipeline_parallel_degree"),
 )
 _KEYS = {
     "world": "parallelism",
@@ -43,6 +46,7 @@ _KEYS = {
     "optimizer": "optimizer",
     "dtype": "training.dtype=float32",
 }
+_OUTER = re.compile(r"(model\.|language_model\.)+")
 _where = partial(versioned, "torchtitan")
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
@@ -54,12 +58,12 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or the model cannot be read.
     """
-    config = load(job)
+    config, needs = load(job)
     trainer = getattr(config, "trainer", config)  # in RL the config contains the trainer's config
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
     world, shards = _world(job, prefix, trainer.parallelism)
     wrong = list(_dtypes(job, subject, config))
-    notes = [reader.find_unscaled(trainer.training, f"{prefix}training")]
+    notes = [needs, reader.find_unscaled(trainer.training, f"{prefix}training")]
     if trainer is not config and not wrong:
         wrong, told = _both_sides(job, config)
         notes += told
@@ -74,12 +78,14 @@ def _model_of(job: Job, config: Any, prefix: str, world: int, shards: int) -> Sh
     trainer = getattr(config, "trainer", config)
     parallel, training, model = trainer.parallelism, trainer.training, _model(job, config)
     compute, group = _name(training.mixed_precision_param), RL if prefix else PRETRAINING
+    world //= parallel.pipeline_parallel_degree
     _check_model(prefix, parallel, config, model, world)
     return ShardedModel(
         "policy" if prefix else "model",
         model,
         world,
         _name(training.dtype),
+        stages=stages_of(prefix, parallel, config.model_spec, model),
         shards=shards,
         tensor=parallel.tensor_parallel_degree,
         compute=compute,
@@ -105,14 +111,50 @@ def _ends(job: Job) -> str:
     return ""
 
 
-def load(job: Job, *, own: bool = False) -> Any:
+def load(job: Job, *, own: bool = False) -> tuple[Any, str]:
     """Load a job's config with torchtitan's own config manager.
 
     ``own``: accept only torchtitan's own dtype names.
 
+    Returns:
+        The config, and the GPU that it needs; empty if torchtitan takes it on this machine.
+
     Raises:
         PlanError: torchtitan cannot load the config.
     """
+    try:
+        return _load(job, own=own), ""
+    except PlanError:
+        with newer_gpu() as asked:
+            config = _load(job, own=own)
+        major, minor = max(asked)
+        return config, f"torchtitan refuses this config on GPUs older than sm_{major}{minor}"
+
+
+@contextmanager
+def newer_gpu() -> Iterator[list[tuple[int, int]]]:
+    """Answer torchtitan's questions for a new GPU with yes; yields what it asked for."""
+    from torchtitan.tools import utils
+
+    own, asked = utils.has_cuda_capability, list[tuple[int, int]]()
+
+    def has_cuda_capability(major: int, minor: int) -> bool:
+        asked.append((major, minor))
+        return True
+
+    def swap(old: object, new: object) -> None:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(own.__name__) is old:
+                setattr(module, own.__name__, new)
+
+    swap(own, has_cuda_capability)
+    try:
+        yield asked
+    finally:
+        swap(has_cuda_capability, own)
+
+
+def _load(job: Job, *, own: bool) -> Any:
     # Accept every spelling of a dtype, as names.parse_args does in the job.
     any_name = job.in_force(COERCION, NAMES) and not own
     said, words = io.StringIO(), sys.argv
@@ -174,7 +216,7 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
 def _check_model(prefix: str, parallel: Any, config: Any, model: Model, world: int) -> None:
     """Check that the degrees split GPUs, experts and heads, which ``fp16.plan`` does not check."""
     heads, experts = "tensor_parallel_degree", "expert_parallel_degree"
-    within = world // parallel.data_parallel_replicate_degree
+    within = world // parallel.data_parallel_replicate_degree  # ``world``: of a pipeline stage
     routed = [weight.shape[0] for weight in model.weights if ".routed_experts." in weight.name]
     counts = [(experts, within, "GPUs of a replica")]
     counts += [(experts, count, "experts") for count in (model.experts, *routed)]
@@ -199,11 +241,9 @@ def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
     for key in _DEGREES:
         if getattr(parallel, key) < 1:
             raise _no_layout(prefix, parallel, key, "it is less than 1")
-    if parallel.pipeline_parallel_degree > 1:
-        fault = "pipelines are not planned; plan one stage's share with 1"
-        raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
     tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
     rest = tensor * context * parallel.data_parallel_replicate_degree
+    rest *= parallel.pipeline_parallel_degree
     shards, world = parallel.data_parallel_shard_degree, job.processes
     if shards < 1:
         shards = 1 if world is None else max(world // rest, 1)
@@ -211,6 +251,42 @@ def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
         fault = f"the degrees multiply to {rest * shards} GPUs, and the job has {world}"
         raise _no_layout(prefix, parallel, "data_parallel_shard_degree", fault)
     return rest * shards, shards * context
+
+
+def stages_of(prefix: str, parallel: Any, spec: Any, model: Model) -> tuple[Model, ...]:
+    """The parts of a model on each rank of a pipeline, split as torchtitan splits its own models.
+
+    What torchtitan's split does not name, such as a vision tower, is in the first stage. A model
+    without layers, which only has a size, is split evenly.
+    """
+    degree: int = parallel.pipeline_parallel_degree
+    if degree == 1:
+        return ()
+    made = getattr(spec and spec.pipelining_fn, "__module__", "")
+    if not made or "transformers" in made:  # the latter splits by names of its own
+        fault = f"how {made or 'this model'} splits a model into stages is not known here"
+        raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
+    from torchtitan.distributed import pipeline_parallel as own
+
+    try:
+        asked = own._get_pipeline_metadata(SimpleNamespace(pp=degree), parallel, spec.model)
+        named = parallel.module_fqns_per_model_part or own._generate_llm_fqn_per_model_part(*asked)
+        schedule = (degree, parallel.pipeline_parallel_schedule, len(named))
+        held = [own._get_pp_rank_to_stage_indices_mapping(one, *schedule) for one in range(degree)]
+    except (AssertionError, ValueError) as error:
+        key = "pipeline_parallel_degree"
+        raise _no_layout(prefix, parallel, key, one_line(str(error))) from error
+    if not any(layer_of(weight.name) is not None for weight in model.weights):
+        even = (Weight(one.name, (-(-one.numel // degree),)) for one in model.weights)
+        return (replace(model, weights=tuple(even)),) * degree
+    stage_of = {name: place for place, names in enumerate(named) for name in names}
+    rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+    parts: list[list[Weight]] = [[] for _ in range(degree)]
+    for weight in model.weights:
+        layer, name = layer_of(weight.name), _OUTER.sub("", weight.name).partition(".")[0]
+        stage = stage_of.get(name if layer is None else f"layers.{layer}", 0)
+        parts[rank_of[stage]].append(weight)
+    return tuple(replace(model, weights=tuple(part)) for part in parts)
 
 
 def _name(value: object) -> str:

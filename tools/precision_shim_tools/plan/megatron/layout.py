@@ -205,15 +205,18 @@ def count(
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
-    dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
-    experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
-    own = -(-dense // (sizes.tensor * sizes.pipeline))
-    theirs = -(-experts // (sizes.experts_tensor * sizes.expert * sizes.pipeline))
+    ways = (sizes.tensor, sizes.experts_tensor * sizes.expert)
+    numel = {(experts, trains): 0 for experts in (False, True) for trains in (False, True)}
+    for weight in model.weights:
+        numel[is_expert(weight.name), weight.trains] += weight.numel
+    own, still, theirs, their_still = (
+        -(-numel[experts, trains] // (ways[experts] * sizes.pipeline))
+        for experts in (False, True)
+        for trains in (True, False)
+    )
     apart = sizes.expert > 1
-    stage = StageCount(own if apart else own + theirs, theirs if apart else 0)
-    if not all(weight.trains for weight in model.weights):
-        stage = StageCount(frozen=own + theirs)
-    return [stage] * sizes.pipeline
+    dense, experts = (own, theirs) if apart else (own + theirs, 0)
+    return [StageCount(dense, experts, still + their_still)] * sizes.pipeline
 
 
 _FACTOR = re.compile(r"\.lora_[AB](\.default)?(?=\.)")

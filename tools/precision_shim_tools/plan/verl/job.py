@@ -150,7 +150,8 @@ def _model(job: Job, section: ModelConfig, gpus: tuple[int, str]) -> Plannable:
         partial(with_peft, section.lora) if section.lora and section.sharded else None,
     )
     acts = job.in_force(DISPATCH, GROUP)
-    illegal = tuple(sections.unknown(section, dispatches=acts))
+    any_key = "verl.experimental.vla." in job.target  # verl 0.7.1: its own workers
+    illegal = () if any_key else tuple(sections.unknown(section, dispatches=acts))
     illegal = (*illegal, *_not_adaptable(section))
     if section.strategy == "megatron":
         spelled = tuple(sections.check_megatron(section))
