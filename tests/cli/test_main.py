@@ -147,7 +147,7 @@ def test_a_value_may_begin_with_a_dash_and_the_command_keeps_its_own_options(opt
     assert f" {features}" in ended.stdout
 
 
-def test_help_and_version_import_neither_torch_nor_a_framework():
+def test_help_and_doctor_import_neither_torch_nor_a_framework():
     code = (
         "import sys\n"
         "from precision_shim_tools.cli import main\n"
@@ -156,6 +156,6 @@ def test_help_and_version_import_neither_torch_nor_a_framework():
         "heavy = {'torch', 'verl', 'megatron', 'matplotlib', 'numpy', 'rich'} & {*sys.modules}\n"
         "assert not heavy, heavy"
     )
-    for arguments in (["--help"], ["--version"], ["demo", "--help"], ["run", "--help"]):
+    for arguments in (["--help"], ["--version"], ["demo", "--help"], ["run", "--help"], ["doctor"]):
         ended = python("-c", code, *arguments)
         assert ended.returncode == 0, ended.stderr

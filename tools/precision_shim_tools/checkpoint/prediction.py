@@ -6,6 +6,7 @@ The adapter whose seams load a kind of checkpoint also predicts its resume.
 from __future__ import annotations
 
 import pkgutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,6 @@ from typing import Any
 
 from precision_shim.errors import PrecisionShimError
 from precision_shim.precision.moments import LAST_COUNTS
-from precision_shim.process import session as _session
 from precision_shim.process import settings as _settings
 from precision_shim.process.registry import backends, checkpoints, entries, records
 from precision_shim.process.settings import Settings
@@ -53,8 +53,9 @@ class Here:
         Raises:
             SettingsError: a variable has an invalid value.
         """
-        if _session.is_installed():
-            return cls(True, _session.current_settings(), config)
+        session = sys.modules.get("precision_shim.process.session")  # slow to import
+        if session is not None and session.is_installed():
+            return cls(True, session.current_settings(), config)
         on = _settings.switch() in ("on", "strict")
         return cls(on, _settings.resolve(known_frameworks=entries()), config)
 

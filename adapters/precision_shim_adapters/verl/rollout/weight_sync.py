@@ -22,7 +22,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from precision_shim.adapting import (
     Call,
@@ -194,14 +193,20 @@ Pairs = Iterable[tuple[str, Any]]
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
+def _is_sharded(tensor: Any) -> bool:
+    from torch.distributed.tensor import DTensor  # slow to import, and ``plan`` needs it not
+
+    return isinstance(tensor, DTensor)
+
+
 def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Weights:
     for name, param in pairs:
-        yield name, _whole(param, device, dtype, name) if isinstance(param, DTensor) else param
+        yield name, _whole(param, device, dtype, name) if _is_sharded(param) else param
 
 
 def _whole(param: Any, device: Any, dtype: torch.dtype, name: str = "") -> torch.Tensor:
     moved = param.to(device, non_blocking=True)
-    whole = moved.full_tensor() if isinstance(moved, DTensor) else moved
+    whole = moved.full_tensor() if _is_sharded(moved) else moved
     # Engines keep some models' routers in fp32, and themselves round a router that they do not.
     return whole if _ROUTER.search(name) else _rounded(whole, dtype)
 
@@ -233,7 +238,7 @@ def _merged(engine: Any, dtype: torch.dtype) -> Weights:
         with verl.merged_lora_context(module, backup_adapters=True):
             named = verl.normalize_peft_param_name(module.state_dict())
             for name, param in verl.convert_weight_keys(named, inner).items():
-                if not isinstance(param, DTensor):
+                if not _is_sharded(param):
                     yield name, param.detach().clone()
                     continue
                 whole = _whole(param, device, dtype, name)
@@ -301,7 +306,7 @@ def _shards(
 ) -> Iterator[tuple[str, torch.Tensor, Any]]:
     for name, param in params.items():
         own: Any = _rounded(param.to(device, non_blocking=True), dtype)
-        own = own.to_local() if isinstance(own, DTensor) else own
+        own = own.to_local() if _is_sharded(own) else own
         yield name, own.reshape(-1), spec.from_param(param)
 
 
