@@ -141,6 +141,9 @@ def test_automodels_own_lm_head(
     job = sides.job("bf16", "bf16", OWN, *EXPERTS)
     shim(strict=True, export=False)
     assert sides.start(job).chosen["LM head"] == "fp32 in policy, the model's dtype in rollout"
+    found = sides.start(sides.job("bf16", "bf16", OWN, EXPERTS[0]))
+    assert found.chosen["LM head"] == "the model's dtype in policy and rollout"
+    assert f"{MOE}.lm_head_precision=float32 takes effect with expert" in " ".join(found.notes)
     precision_shim.uninstall()
     shim(strict=True, export=False, settings={"head": "fp32"})
     for words, why in (
@@ -163,7 +166,7 @@ def test_a_key_that_this_nemo_rl_does_not_read(sides: Nemo) -> None:
         head = rollout._own_head(config)
         assert head is not None
         key = "policy.megatron_cfg.fp32_lm_head=tf32"
-        assert (head.key, head.in_fp32, head.refusal) == (key, read, "")
+        assert (head.key, head.in_fp32, head.idle) == (key, True, not read)
     assert not is_read("megatron", "fp32_lm_head")
     assert is_read("megatron", "moe_router_dtype")
 

@@ -131,10 +131,10 @@ def of_automodel(
         return None
     if int(str(experts or 1)) < 2:
         refusal = f"{key}={written} takes effect with expert parallelism only"
-        return Head(subject, key, refusal=refusal)
+        return Head(subject, key, True, refusal)
     if options.get("wrap_outer_model", True):
         refusal = f"{key}={written}: Automodel then rounds the logits to the model's dtype"
-        return Head(subject, key, refusal=refusal, remedy=f"Write {place}.wrap_outer_model=False")
+        return Head(subject, key, True, refusal, f"Write {place}.wrap_outer_model=False")
     return Head(subject, key, in_fp32=True)
 
 

@@ -102,8 +102,10 @@ def _own_head(policy: Mapping[str, Any]) -> Head | None:
     megatron, sharded = policy.get("megatron_cfg") or {}, policy.get("dtensor_cfg") or {}
     if megatron.get("enabled"):
         written = megatron.get("fp32_lm_head")  # tf32 does not round 16-bit factors either
-        asked = bool(written) and is_read("megatron", "fp32_lm_head")
-        return Head("policy", f"policy.megatron_cfg.fp32_lm_head={written}", asked)
+        key = f"policy.megatron_cfg.fp32_lm_head={written}"
+        idle = written and not is_read("megatron", "fp32_lm_head")
+        refusal = f"{versioned(FRAMEWORK)} does not read {key}" if idle else ""
+        return Head("policy", key, bool(written), refusal)
     if not (sharded.get("_v2") and is_read("dtensor", "moe_parallelizer")):
         return None
     options, place = sharded.get("moe_parallelizer") or {}, "policy.dtensor_cfg.moe_parallelizer"

@@ -40,6 +40,11 @@ class Head:
     value: str | bool = "float32"
     known: bool = True
 
+    @property
+    def idle(self) -> bool:
+        """Whether the config's key for fp32 is set and has no effect."""
+        return self.in_fp32 and bool(self.refusal) and self.known
+
 
 def judge_heads(
     framework: str,
@@ -56,8 +61,8 @@ def judge_heads(
         framework: the framework's name.
         where: framework and version, such as ``"verl 0.9.1"``.
         heads: the LM heads of the job's engines.
-        asked: whether the user asks for fp32. If not, a job with fp32 in only some engines gets a
-            decision that says so.
+        asked: whether the user asks for fp32. If not, a job with fp32 in only some engines, or
+            with a key for fp32 that has no effect, gets a decision that says so.
         may_write: whether the engines' config keys can still be set.
         here: whether the job runs on this machine. If not, an engine that is not installed here
             is no problem.
@@ -78,9 +83,7 @@ def judge_heads(
 
 
 def _one_sided(heads: Sequence[Head]) -> Iterator[tuple[str, str]]:
-    wide = {
-        head.subject: head for head in heads if head.in_fp32 and not (head.refusal and head.known)
-    }
+    wide = {head.subject: head for head in heads if head.in_fp32 and not head.idle}
     others = {head.subject: head for head in heads if head.subject not in wide}
     if wide and others:
         keys = ", ".join(head.key for head in wide.values())
@@ -88,6 +91,8 @@ def _one_sided(heads: Sequence[Head]) -> Iterator[tuple[str, str]]:
         because = _reasons(doubts) or f"{SETTING} takes effect in all engines or in none"
         chosen = f"fp32 in {' and '.join(wide)}, the model's dtype in {' and '.join(others)}"
         yield chosen, f"{keys}; {because}"
+    elif idle := [head for head in heads if head.idle]:
+        yield f"the model's dtype in {' and '.join(others)}", _reasons(idle)
 
 
 def _choice(heads: Sequence[Head], stay: Sequence[Head]) -> tuple[str, str]:
@@ -107,7 +112,9 @@ def _message_of(where: str, heads: Sequence[Head], stay: Sequence[Head]) -> tupl
         f"{where}: {SETTING} is refused, because it takes effect in all engines or in none: "
         f"{_reasons(stay)}. The shim changes no LM head"
     )
-    theirs = ", ".join(dict.fromkeys(head.key for head in heads if head.in_fp32 and head.key))
+    theirs = ", ".join(
+        dict.fromkeys(head.key for head in heads if head.in_fp32 and head.key and not head.idle)
+    )
     if theirs:
         message += f", but {theirs} in the config takes effect"
     unset = f"{ways}. Or unset" if ways else "Unset"

@@ -76,7 +76,8 @@ def decided() -> list[tuple[str, str]]:
         ([ACTOR, ROLLOUT], []),
         ([replace(ACTOR, in_fp32=True), replace(ROLLOUT, in_fp32=True)], []),
         ([ACTOR, replace(ROLLOUT, in_fp32=True)], ["fp32 in rollout, the model's dtype in actor"]),
-        ([ACTOR, replace(NO, in_fp32=True)], []),  # the engine ignores its option
+        # The engine ignores its option.
+        ([ACTOR, replace(NO, in_fp32=True)], ["the model's dtype in actor and rollout"]),
     ],
 )
 def test_without_the_setting_a_head_on_one_side_is_said(
@@ -264,7 +265,7 @@ def test_automodels_own_head(options: dict[str, Any], experts: object, found: st
     if found is None or head is None:
         assert head is found
         return
-    assert (head.key, head.in_fp32) == ("moe.lm_head_precision", not found)
+    assert (head.key, head.in_fp32, head.idle) == ("moe.lm_head_precision", True, bool(found))
     assert found in head.refusal
 
 
