@@ -128,6 +128,7 @@ SUBMIT = "ray job submit --working-dir . --runtime-env-json"
         ("env A=1", "1", "1"),
         ("env -u PRECISION_SHIM", None, None),
         ("/usr/bin/env --unset=PRECISION_SHIM A=1 python -u", None, None),
+        ("env -C folder -uPRECISION_SHIM python", None, None),
         ("env -i A=1 PRECISION_SHIM=strict python", "strict", "strict"),
         ("env -u A python -u PRECISION_SHIM", "1", "1"),  # python's -u
         ("srun -n 2", "1", "1"),
@@ -180,6 +181,7 @@ def test_a_plan_says_which_processes_have_the_shim(
         unset = "PRECISION_SHIM" not in found.launch.workers
         return list(make(replace(found, unset=unset), request(asked()), RULES).notes)
 
+    assert notes("env", "-C", str(tmp_path), "-u", "PRECISION_SHIM")
     submit = ("ray", "job", "submit", "--working-dir", str(tmp_path))
     assert "add --runtime-env-json" in notes(*submit, "--")[0]
     env = '{"env_vars": {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOG": "debug"}}'

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def drive(*words: object, **variables: str) -> dict[str, Any]:
-    """What ``monarch_driver`` prints, started as a program with the given variables."""
-    start = ("-W", "ignore", "-m", "tests.torchtitan.monarch_driver")
+def drive(*words: object, name: str = "monarch_driver", **variables: str) -> dict[str, Any]:
+    """What a driver of this folder prints, started as a program with the given variables."""
+    start = ("-W", "ignore", "-m", f"tests.torchtitan.{name}")
     # Without the source tree on the path, the installed package is tested.
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     done = python(*start, *words, cwd=ROOT, timeout=280, **variables)
@@ -58,3 +58,9 @@ def test_an_overflow_is_skipped_and_the_generator_has_the_weights(
     code, said, _ = command("audit", folder)
     assert code == 1, said
     assert "contradiction, rank 0: rollout-dtype" in said
+
+
+def test_a_rank_without_the_shim_is_named(tmp_path: Path) -> None:
+    both, (told, nothing) = drive(tmp_path, name="monarch_ranks")["told"]
+    assert both == ["", ""]
+    assert ("of 2 ranks, rank 1: without the shim. " in told, nothing) == (True, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from precision_shim.process.carriers import variables
 from precision_shim.process.settings import PREFIX
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_WITH_VALUE = re.compile(r"(-u|--unset|-C|--chdir)=?(.*)")
+"""Matches an option of ``env`` that takes a value."""
 _IN_CONFIG = re.compile(r"\+*\S*runtime_env\.env_vars\.([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _RUNTIME_ENV = ("--runtime-env-json", "--runtime-env", "--working-dir")
 _REMEDIES = {
@@ -102,14 +104,8 @@ def read_launch(
             launch.driver.clear()
         elif launcher == "env" and not word.startswith("-"):
             launcher = ""
-        elif launcher == "env" and option in ("-u", "--unset"):
-            launch.by = "env"
-            launch.driver.pop(value, None)
-            if not equals:
-                next(words, None)
-        elif launcher == "env" and word in ("-", "-i", "--ignore-environment"):
-            launch.by = "env"
-            launch.driver.clear()
+        elif launcher == "env":
+            _env(launch, word, words)
         elif option == "--export" and launcher in ("srun", "sbatch"):
             launch.by = "srun"
             _export(launch, value.split(","))
@@ -120,6 +116,18 @@ def read_launch(
         if assigned:
             launch.carried[assigned[1]] = assigned[2]
     return launch
+
+
+def _env(launch: Launch, option: str, words: Iterator[tuple[int, str]]) -> None:
+    """Read an option of ``env``; its value may be the next of ``words``."""
+    found = _WITH_VALUE.fullmatch(option)
+    value = found and (found[2] or next(words, (0, ""))[1])
+    if found and found[1] in ("-C", "--chdir"):
+        launch.folder /= str(value)
+    elif found or option in ("-", "-i", "--ignore-environment"):
+        launch.by = "env"
+        for name in [value] if found else [*launch.driver]:
+            launch.driver.pop(str(name), None)
 
 
 def _export(launch: Launch, names: Sequence[str]) -> None:

@@ -104,7 +104,7 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--config", default="")
     named, overrides = parser.parse_known_args(list(job.arguments))
     overrides = [word for word in overrides if not word.startswith("--")]  # of the job's script
-    path = Path(named.config) if named.config else _default(job)
+    path = job.launch.folder / named.config if named.config else _default(job)
     try:
         from nemo_rl.utils import config as loader
         from omegaconf import OmegaConf
