@@ -69,29 +69,27 @@ def test_without_start_up_files_by_verls_own_plug_in():
 WORKER = (
     REPORT
     + """
-import json, os, sys
+import json, sys
 import verl.utils.megatron_utils
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as out:
+with open(sys.argv[1], "w") as out:
     json.dump(report(), out)
 """
 )
 
 
 def test_torchrun_started_by_precision_shim_run(tmp_path):
-    program = tmp_path / "train.py"
+    """One rank: torchrun starts all alike."""
+    program, report = tmp_path / "train.py", tmp_path / "report.json"
     program.write_text(WORKER)
-    ranks = tmp_path / "ranks"
-    ranks.mkdir()
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     run(
         *(sys.executable, "-m", "precision_shim", "run", "--"),
-        *(sys.executable, *torchrun, str(program), str(ranks)),
+        *(sys.executable, *torchrun, str(program), str(report)),
     )
-    for rank in range(2):
-        states = json.loads((ranks / str(rank)).read_text())
-        for seam in (
-            f"{CONFIG} dtype-coercion",
-            f"{CONFIG} bf16-dispatch",
-            "verl.utils.megatron_utils:get_model grad-bucket-alignment",
-        ):
-            assert states[seam] in ("wrapped", "native")
+    states = json.loads(report.read_text())
+    for seam in (
+        f"{CONFIG} dtype-coercion",
+        f"{CONFIG} bf16-dispatch",
+        "verl.utils.megatron_utils:get_model grad-bucket-alignment",
+    ):
+        assert states[seam] in ("wrapped", "native")

@@ -28,7 +28,6 @@ from .test_both_sides import LEGACY, LINE, start
 pytestmark = [
     pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6"),
     pytest.mark.slow,
-    pytest.mark.oldest,
 ]
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -65,6 +64,7 @@ def planned(words: list[str]) -> tuple[list[str], list[str]]:
 # -- the driver ----------------------------------------------------------------------------------
 
 
+@pytest.mark.oldest
 @pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize(("strategy", "backend"), [("fsdp", "vllm"), ("megatron", "sglang")])
 def test_the_driver_writes_all_keys(strategy: str, backend: str) -> None:
@@ -190,6 +190,7 @@ def test_the_reference_models_head_and_no_critics(fsdp_ranks: Ranks, tmp_path: P
             assert rank["own"] is own, role
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(not LEGACY, reason="verl 0.8 and later have no legacy workers")
 def test_a_legacy_worker(fsdp_ranks: Ranks, tmp_path: Path) -> None:
     for head, expected in (("fp32", (FP32, True)), ("as-configured", (FP16, False))):
@@ -227,6 +228,7 @@ def train(
     return make
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(("dtype", "bridge"), [("float16", False), ("bfloat16", True)])
 def test_megatrons_output_layer(
     train: Callable[..., tuple[Training, list[tuple[str, bool]]]], dtype: str, bridge: bool
