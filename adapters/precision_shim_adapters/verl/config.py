@@ -36,10 +36,10 @@ from ..megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
 from ..megatron.policy.optimizer_plan import ROWS as MEGATRONS_FIELDS
 from ..megatron.policy.requested import SETS
 from ..torch_fp16.names import own_dtype, unscaled
-from .native import CRITIC
 
 ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
-"""With ``CRITIC``, the classes of verl 0.7.1's legacy FSDP workers."""
+CRITIC = "verl.workers.critic.dp_critic:DataParallelPPOCritic"
+"""``ACTOR`` and ``CRITIC`` are the classes of verl 0.7.1's legacy FSDP workers."""
 
 LEGACY = "legacy fsdp workers"
 """The group of the seams on verl's legacy FSDP workers."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, decide, in_force, look, seam, versioned, warn
+from precision_shim.adapting import Call, Symbol, decide, in_force, look, seam, versioned, warn
 from precision_shim.adapting.audit import tell_without_effect
 from precision_shim.adapting.dtypes import ALIASES, DTYPES, name_of
 
@@ -17,7 +17,6 @@ from ...megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, Build
 from ...megatron.installed import fused_adam_support
 from ...megatron.policy.legality import UNFUSED_PACKED_SINCE
 from .. import config as reader
-from ..native import native_coercion
 
 TRAIN = "skyrl.backends.skyrl_train"
 WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
@@ -27,6 +26,16 @@ _PACKING = ("use_sample_packing", "remove_microbatch_padding")
 _HERE: dict[str, Any] = {"group": GROUP, "optional": True}
 _CONFIG: dict[str, Any] = {**_HERE, "aliases": (f"{WORKER}:init_megatron_optim_config",)}
 _OWN_NAMES = [name for name in (*DTYPES, *ALIASES) if name.isidentifier()]
+
+
+def native_coercion(symbol: Symbol, settings: Any) -> str | None:
+    """Return a reason to skip the seam if SkyRL itself converts dtype names (since 0.3)."""
+    if "coerce_optimizer_dtype_kwargs" in symbol.names:
+        return (
+            "SkyRL coerces optimizer_config_kwargs; what the installed TransformerEngine rules out "
+            "is refused at Megatron's OptimizerConfig"
+        )
+    return None
 
 
 def coerces_itself() -> bool:

@@ -15,7 +15,6 @@ from precision_shim.adapting.dtypes import parse_dtype
 
 from .. import config
 from ..config import AUTOMODEL, SHARDED, TITAN, VEOMNI
-from ..native import CRITIC
 from ..training.fsdp import inside, optimizer_of
 from .sent_weights import FEATURE, LEGACY
 
@@ -43,7 +42,7 @@ _WHY = "model, optimizer and scaler stand together for the first time"
     feature=FEATURE,
     at=[
         {"target": f"{owner}.__init__", "relies_on": (f"{subject}_optimizer", f"{subject}_module")}
-        for owner, subject in ((CRITIC, "critic"), (config.ACTOR, "actor"))
+        for owner, subject in ((config.CRITIC, "critic"), (config.ACTOR, "actor"))
     ],
     group=config.LEGACY,
     why=_WHY,
@@ -79,7 +78,7 @@ def audit(call: Call) -> Any:
         for target, subject in (
             ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
             ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
-            (f"{CRITIC}.update_critic", "critic"),
+            (f"{config.CRITIC}.update_critic", "critic"),
             (f"{config.ACTOR}.update_policy", "actor"),
         )
     ],

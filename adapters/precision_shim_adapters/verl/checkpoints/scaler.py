@@ -14,20 +14,27 @@ from typing import Any
 
 import torch.distributed as dist
 
-from precision_shim.adapting import Call, seam, versioned, warn
+from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.adapting.scaling import FILE_NAME, Files
 
 from ... import torch_fp16
 from ..config import SHARDED, VEOMNI
-from ..native import MANAGER, native_checkpoint, no_legacy_workers
 from ..training.engines import on
-from ..training.fsdp import ON_ENGINE, ON_LEGACY, training_of
+from ..training.fsdp import ON_ENGINE, ON_LEGACY, no_legacy_workers, training_of
+
+_MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
 _CONTENTS = ("optimizer", "extra")
 """The shim saves the scaler's state if verl saves one of these parts of its checkpoint."""
 
 _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Maps the parts of verl's checkpoints to the prefixes of a rank's file names."""
+
+
+def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
+    """Return a reason to skip the seam if verl itself saves a scaler; no version does so yet."""
+    manager = look(f"{_MANAGER}.save_checkpoint")
+    return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
 
 
 _OF_ENGINE: dict[str, Any] = {
@@ -47,7 +54,7 @@ _OF_MANAGER: dict[str, Any] = {
 
 @seam(f"{SHARDED}.save_checkpoint", **_OF_ENGINE)
 @seam(f"{VEOMNI}.save_checkpoint", **{**_OF_ENGINE, **on(VEOMNI)})
-@seam(f"{MANAGER}.save_checkpoint", **_OF_MANAGER)
+@seam(f"{_MANAGER}.save_checkpoint", **_OF_MANAGER)
 def save(call: Call, local_path: Any) -> Any:
     """Write the scaler's state beside the checkpoint of an engine or a legacy worker."""
     manager, training = _find_manager(call.instance)
@@ -65,7 +72,7 @@ def save(call: Call, local_path: Any) -> Any:
 
 @seam(f"{SHARDED}.load_checkpoint", **_OF_ENGINE)
 @seam(f"{VEOMNI}.load_checkpoint", **{**_OF_ENGINE, **on(VEOMNI)})
-@seam(f"{MANAGER}.load_checkpoint", **_OF_MANAGER)
+@seam(f"{_MANAGER}.load_checkpoint", **_OF_MANAGER)
 def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     """Restore the scaler from the file beside the checkpoint of an engine or a legacy worker."""
     manager, training = _find_manager(call.instance)

@@ -12,13 +12,21 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, Seam, current_settings, decide, seam, versioned, warn
+from precision_shim.adapting import (
+    Call,
+    Seam,
+    Symbol,
+    current_settings,
+    decide,
+    seam,
+    versioned,
+    warn,
+)
 from precision_shim.adapting.dtypes import values_of
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ...torch_fp16 import FEATURE
 from ..config import AUTOMODEL, TITAN, TURBO, VEOMNI, TrainingEngine, is_fp16, of_worker
-from ..native import native_config
 from .fsdp import make, tell_unscaled
 
 
@@ -93,6 +101,10 @@ def build_turbo(call: Call) -> Any:
     return module
 
 
+def _follow(symbol: Symbol, settings: Any) -> str | None:
+    return "the optimizer's states and the reduction's dtype follow the engine's own config"
+
+
 NATIVE = tuple(
     Seam(
         target=f"{engine}.initialize",
@@ -100,7 +112,7 @@ NATIVE = tuple(
         wrapper=None,
         group=engine.group,
         why="torch's AdamW keeps its states in its parameters' dtype; there is no Megatron bucket",
-        native=native_config,
+        native=_follow,
         optional=True,
     )
     for engine in (VEOMNI, AUTOMODEL, TITAN)

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from precision_shim.adapting import Call, look, seam, versioned, warn
+from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.adapting.scaling import ScalerSettings
 
 from ... import torch_fp16
 from ...torch_fp16 import FEATURE
-from ..config import ACTOR, LEGACY, SHARDED, ModelConfig, of_worker, subject_of
-from ..native import CRITIC
+from ..config import ACTOR, CRITIC, LEGACY, SHARDED, ModelConfig, of_worker, subject_of
 
 _SCALER = "scaler"
 """Name of the attribute with the scaler, on verl's engines and on 0.7.1's actor."""
@@ -29,6 +28,12 @@ VERLS_SCALER = ScalerSettings()
 
 OWN_SCALER = "verl's own scaler, counted and kept with the checkpoints"
 """Why the shim scales the loss where verl would do it itself."""
+
+
+def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
+    """Return a reason to skip the seam in verl 0.8 and later, which has no legacy workers."""
+    critic = look(f"{CRITIC}.update_critic")
+    return None if critic.found else "this version has no legacy FSDP workers"
 
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": SHARDED.group, "optional": True}

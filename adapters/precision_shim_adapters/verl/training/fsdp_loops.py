@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import Call, seam
+from precision_shim.adapting import Call, Symbol, seam
 
 from ... import torch_fp16
-from ..config import ACTOR, AUTOMODEL, SHARDED, TITAN, TURBO, VEOMNI, subject_of
-from ..native import CRITIC, native_loop, no_legacy_workers
+from ..config import ACTOR, AUTOMODEL, CRITIC, SHARDED, TITAN, TURBO, VEOMNI, subject_of
 from . import fsdp
 from .engines import on
 from .fsdp import inside, training_of
+
+
+def native_loop(symbol: Symbol, settings: Any) -> str | None:
+    """Return a reason to skip the seam if verl's loop itself scales the loss (since 0.8)."""
+    return "verl scales the loss in its own loop" if "scaler" in symbol.names else None
 
 
 @seam(
@@ -74,7 +78,7 @@ def update(call: Call) -> Any:
 @seam(
     "verl.trainer.ppo.core_algos:compute_value_loss",
     why="the loss of the legacy critic, before its backward",
-    native=no_legacy_workers,
+    native=fsdp.no_legacy_workers,
     **fsdp.ON_LEGACY,
 )
 def scale_value_loss(call: Call) -> Any:

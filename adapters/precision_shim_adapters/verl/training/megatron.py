@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import wrapt
 
-from precision_shim.adapting import Call, Seam, current_settings, look, seam
+from precision_shim.adapting import Call, Seam, Settings, Symbol, current_settings, look, seam
 from precision_shim.adapting.dtypes import name_of, parse_dtype
 
 from ... import megatron
@@ -23,12 +23,38 @@ from ..config import (
     read_key,
     read_requested,
 )
-from ..native import native_bucket, native_dispatch, native_fields
 
 PULL = "https://github.com/verl-project/verl/pull/6526"
 _ALIGNED = "https://github.com/verl-project/verl/pull/7485"
 LEGACY = "verl.workers.megatron_workers"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
+
+
+def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
+    """Return a reason to skip the seam in verl 0.9, unless ``optimizer_states=follow-model``."""
+    if "bf16" in symbol.parameters and settings["optimizer_states"] != "follow-model":
+        return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
+    return None
+
+
+def native_fields(symbol: Symbol, settings: Settings) -> str | None:
+    """Return a reason to skip the seam if verl's dataclass has fields for the states' dtypes."""
+    if "use_precision_aware_optimizer" in symbol.parameters:
+        return "verl's optimizer config has the fields"
+    return None
+
+
+def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
+    """Return, as text for ``status()``, how verl 0.9 itself sets the gradient bucket's dtype."""
+    if "use_low_precision_main_grads" in symbol.names:  # since 0.9.1
+        return (
+            "verl aligns the bucket with the fields of its optimizer config; it ignores "
+            "override_optimizer_config and the fp16 engine, and the shim aligns the DDP for these"
+        )
+    return (
+        "verl aligns the bucket for the bf16 opt-in only; the shim aligns the DDP for everything "
+        "else (Megatron-Bridge's bf16 and fp16 default buckets)"
+    )
 
 
 class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
