@@ -13,7 +13,7 @@ import ast
 import difflib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -22,8 +22,16 @@ from precision_shim.process import symbols as _symbols
 from precision_shim.process.digest import digest, digest_of
 from precision_shim.process.framework import Adapter
 from precision_shim.process.symbols import Record, in_order, plain
-from precision_shim.seams._plan import facts_of
-from precision_shim.seams._source import Definition, definition, looking_at, source_digest
+from precision_shim.seams import Seam, Symbol, is_there, look
+from precision_shim.seams._plan import fact_of, missing
+from precision_shim.seams._source import (
+    Definition,
+    Reader,
+    definition,
+    installed,
+    looking_at,
+    source_digest,
+)
 from precision_shim_tools.upstream.trees import open_tree, over
 
 
@@ -70,6 +78,33 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
             yield name, str(version), {target: digest(target) for target in targets}
 
 
+def facts_of(seam: Seam) -> Iterator[tuple[str, ...]]:
+    """Yield each fact on the source that a seam asks for: module, fact and ``native``'s answer."""
+    symbol = look(seam.target)
+    if not symbol.problem and not missing(seam, symbol):
+        answer = _answer(seam, symbol)
+        if answer is not None:
+            yield seam.module, fact_of(seam), answer
+    for condition in (seam.target, *seam.only_if, *seam.unless):
+        yield condition.partition(":")[0], condition if is_there(condition) else f"not {condition}"
+
+
+def _answer(seam: Seam, symbol: Symbol) -> str | None:
+    """The answer of ``native``; ``None`` if other source than the symbol's or a setting matters."""
+    modules = {seam.module}
+
+    def source(module: str) -> Reader | None:
+        modules.add(module)
+        return installed(module)
+
+    try:
+        with looking_at(source):
+            answer = (seam.native(symbol, None) if seam.native else None) or ""
+    except TypeError:  # it reads a setting
+        return None
+    return answer if modules == {seam.module} else None
+
+
 def record(file: Path) -> None:
     """Add the digests of what is installed here to a file of symbols.
 
@@ -87,10 +122,10 @@ def record(file: Path) -> None:
                 (target.partition(":")[0], _symbols.fact_of_digest(target, found))
                 for target, found in digests.items()
             ]
-        for module, fact in chain(*map(facts_of, adapter.seams), of_digests):
+        for module, *fact in chain(*map(facts_of, adapter.seams), of_digests):
             digest_here = source_digest(module)
             if digest_here:
-                facts.setdefault(digest_here, []).append(_symbols.short(fact))
+                facts.setdefault(digest_here, []).append(_symbols.noted(*fact))
     write(known, file)
     ordered = {one: sorted({*found}) for one, found in sorted(facts.items())}
     sources.write_text(json.dumps(ordered, indent=0) + "\n", encoding="utf-8")

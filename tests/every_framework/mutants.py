@@ -31,6 +31,7 @@ from precision_shim.process.registry import entries, load
 from precision_shim.process.symbols import missed
 from precision_shim.seams import Seam, _source, check
 from precision_shim.seams._plan import Row, SeamPlan
+from precision_shim.seams._seam import kind_of
 from precision_shim.seams._source import _member, looking_at
 
 from .symbols_in_record import tested_version
@@ -202,8 +203,7 @@ def required(seam: Seam) -> list[str]:
 
 def is_special(seam: Seam) -> bool:
     """Whether a seam's wrapper is for what is no plain function."""
-    made = (seam.replaces, inspect.iscoroutinefunction(seam.wrapper))
-    return any((*made, inspect.isgeneratorfunction(seam.wrapper)))
+    return seam.replaces or kind_of(seam.wrapper)[0] != ""
 
 
 def _set(node: Any, name: str) -> Any:

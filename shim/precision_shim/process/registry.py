@@ -12,6 +12,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ..seams._seam import Seam
+
 
 def entries(*, third_party: bool = True) -> "dict[str, Adapter]":
     """Return all known frameworks by name; an entry point cannot replace one of our adapters."""
@@ -43,7 +45,7 @@ def load(entry: Adapter) -> Adapter:
 
     who, place = entry.framework, entry.place
     try:
-        found = resolve_name(place) if place else entry
+        found = (_recorded(place) or resolve_name(place)) if place else entry
     except (Exception, SystemExit) as error:  # a bad adapter must not end the process
         raise SeamError(
             f"{who}: the adapter {place} cannot be loaded: {error!r}. Repair or remove it, or "
@@ -72,6 +74,36 @@ def load(entry: Adapter) -> Adapter:
     if wrong:
         raise SeamError(f"{who}: the checkpoints of {place}: {wrong}. Correct the adapter.")
     return adapter
+
+
+def _recorded(place: str) -> "tuple[Seam, ...] | None":
+    """Return the table of seams at ``place`` from its record, unless the table is imported."""
+    import sys
+
+    file = record_file(place)
+    if file is None or place.partition(":")[0] in sys.modules:
+        return None
+    try:
+        from ..seams._later import read_record
+
+        return read_record(file.read_text(encoding="utf-8"), source_of_adapters())
+    except Exception:  # no record, or no source: the table is imported
+        return None
+
+
+def record_file(place: str) -> "Path | None":
+    """Return the path of the record of an adapter's table; ``None`` for a third party's."""
+    package, _, rest = place.partition(".")
+    folder = symbols_file().parent
+    return folder / rest.partition(".")[0] / "seams.json" if package == folder.name else None
+
+
+def source_of_adapters() -> str:
+    """Return the SHA-256 of our adapters' source, in hexadecimal."""
+    from hashlib import sha256
+
+    files = sorted(symbols_file().parent.rglob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _find_fault(checkpoints: object) -> str:

@@ -49,19 +49,20 @@ def shipped() -> Record:
     return read_symbols()
 
 
-def proofs() -> Callable[[str, str], bool]:
-    """Return a function that tells whether a module's present source has a recorded fact."""
+def proofs() -> Callable[[str, str], str | None]:
+    """Return a function that tells what is recorded of a fact on a module's present source."""
 
     @cache
-    def facts(module: str) -> frozenset[str]:
-        return frozenset(_known_sources().get(source_digest(module), ()))
+    def facts(module: str) -> dict[str, str]:
+        lines = _known_sources().get(source_digest(module), ())
+        return {fact: answer for fact, _, answer in (line.partition(" ") for line in lines)}
 
-    return lambda module, fact: short(fact) in facts(module)
+    return lambda module, fact: facts(module).get(noted(fact))
 
 
-def short(fact: str) -> str:
-    """Return a fact as ``sources.json`` has it."""
-    return hashlib.sha256(fact.encode()).hexdigest()[:16]
+def noted(fact: str, answer: str = "") -> str:
+    """Return a fact, and the answer of a seam's ``native``, as ``sources.json`` has them."""
+    return f"{hashlib.sha256(fact.encode()).hexdigest()[:16]} {answer}".rstrip()
 
 
 @lru_cache(maxsize=1)
@@ -156,7 +157,7 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 
     def here(target: str) -> str:
         for one in ("", *known[target]):
-            if proved(target.partition(":")[0], fact_of_digest(target, one)):
+            if proved(target.partition(":")[0], fact_of_digest(target, one)) is not None:
                 return one
         return digest(target)
 

@@ -224,7 +224,7 @@ class SeamEngine:
             function = _bind(seam, raw, inspect.isclass(parent), row.symbol)
             site = self._sites.at(seam.target)
             owner = f"precision_shim:{adapter.framework}"
-            self._sites.put(site, Layer(seam.wrapper, function, owner, {row.group}, seam.replaces))
+            self._sites.put(site, Layer(seam.key, function, owner, {row.group}, seam.replaces))
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return

@@ -17,15 +17,17 @@ from ._source import KINDS, Symbol, drop_trees, look
 Group = tuple[str, str, str]
 """Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
 
-Proved = Callable[[str, str], bool]
-"""Tells whether a record has a fact, such as ``fact_of`` a seam, on a module's present source."""
+Proved = Callable[[str, str], "str | None"]
+"""Returns what a record says of a fact, such as ``fact_of`` a seam, on a module's present source.
+
+``None`` if it lacks the fact; else the answer of the seam's ``native``, and ``""`` without one.
+"""
 
 _UNREAD = Symbol("")
 
 
-def nothing_proved(module: str, fact: str) -> bool:
+def nothing_proved(module: str, fact: str) -> None:
     """The ``Proved`` of an empty record: all source is parsed."""
-    return False
 
 
 @dataclass
@@ -104,9 +106,9 @@ def list_unchecked(
 
 def _meets(proved: Proved, condition: str) -> bool:
     module = condition.partition(":")[0]
-    return proved(module, condition) or (
-        not proved(module, f"not {condition}") and is_there(condition)
-    )
+    if proved(module, condition) is not None:
+        return True
+    return proved(module, f"not {condition}") is None and is_there(condition)
 
 
 def is_there(condition: str) -> bool:
@@ -203,8 +205,9 @@ def _refuse_halves(
 def _judge(row: Row, settings: object, proved: Proved) -> str:
     """Set a seam's state from source; return the reason to refuse the seam's group, or ``""``."""
     seam = row.seam
-    if seam.native is None and proved(seam.module, fact_of(seam)):
-        row.reason = seam.refusal
+    answer = proved(seam.module, fact_of(seam))
+    if answer is not None:
+        _settle(row, answer)
         return ""
     symbol = row.symbol = look(seam.target)
     if not symbol.module_found and seam.optional:
@@ -220,28 +223,24 @@ def _judge(row: Row, settings: object, proved: Proved) -> str:
         native = seam.native(symbol, settings) if seam.native is not None else None
     except Exception as error:  # a broken adapter must not break the framework's import
         return f"{seam.target}: {name_of(seam.native)} failed: {error!r}"
+    _settle(row, native)
+    return ""
+
+
+def _settle(row: Row, native: str | None) -> None:
     if native:
         row.state, row.reason = "native", native
-    elif seam.wrapper is None:  # only other versions of the framework have the feature
+    elif row.seam.wrapper is None:  # only other versions of the framework have the feature
         row.state = "absent"
     else:
-        row.reason = seam.refusal
-    return ""
+        row.reason = row.seam.refusal
 
 
 def fact_of(seam: Seam) -> str:
     """The fact that a seam's symbol is found, and that its source meets the requirements."""
     fits = [kind for kind in KINDS if seam.fits(kind)]
-    return f"{seam.target} {seam.parameters} {sorted(seam.relies_on)} {fits}"
-
-
-def facts_of(seam: Seam) -> Iterator[tuple[str, str]]:
-    """Yield, for a record, each fact on the source that a seam asks for, and the fact's module."""
-    symbol = look(seam.target)
-    if not symbol.problem and not missing(seam, symbol):
-        yield seam.module, fact_of(seam)
-    for condition in (seam.target, *seam.only_if, *seam.unless):
-        yield condition.partition(":")[0], condition if is_there(condition) else f"not {condition}"
+    native = f" {name_of(seam.native)}" if seam.native else ""
+    return f"{seam.target} {seam.parameters} {sorted(seam.relies_on)} {fits}{native}"
 
 
 def missing(seam: Seam, symbol: Symbol) -> str:

@@ -125,6 +125,11 @@ class Seam(_Fields):
         """``"module:function"`` of the wrapper (without a wrapper: of ``native``), for messages."""
         return name_of(self.wrapper or self.native or self.target)
 
+    @property
+    def key(self) -> object:
+        """Equal for seams with one wrapper, also if only one of them is from a record."""
+        return self.wrapper if "<" in self.name else self.name  # made in a function, or a lambda
+
     @cached_property
     def reads(self) -> dict[str, Any]:
         """The wrapper's parameters after the first, each with its default or ``REQUIRED``."""
@@ -137,14 +142,10 @@ class Seam(_Fields):
         """
         if self.wrapper is None or self.replaces:
             return True
+        own, reads_instance = kind_of(self.wrapper)
         if kind in ("staticmethod", "classmethod"):
-            code = getattr(self.wrapper, "__code__", None)
-            return self.unbound or code is None or not _mentions(code, "instance")
-        if inspect.iscoroutinefunction(self.wrapper):
-            return kind == "coroutine"
-        if inspect.isgeneratorfunction(self.wrapper):
-            return kind == "generator"
-        return kind == ""  # no function(call, ...) can wrap a class, property or context manager
+            return self.unbound or not reads_instance
+        return kind == own  # no function(call, ...) wraps a class, property or context manager
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -272,6 +273,16 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
         else:
             seams += collect(*source)
     return tuple(seams)
+
+
+def kind_of(function: Any) -> tuple[str, bool]:
+    """Return the ``Symbol.kind`` that a wrapper fits, and whether it may read ``call.instance``."""
+    if hasattr(function, "kind"):  # from a record
+        return tuple(function.kind)
+    code = getattr(function, "__code__", None)
+    kind = "generator" if inspect.isgeneratorfunction(function) else ""
+    kind = "coroutine" if inspect.iscoroutinefunction(function) else kind
+    return kind, code is not None and _mentions(code, "instance")
 
 
 def _mentions(code: CodeType, name: str) -> bool:

@@ -10,8 +10,9 @@ import pytest
 from precision_shim.process import symbols
 from precision_shim.process.digest import digest
 from precision_shim.seams import _source, check
-from precision_shim.seams._plan import facts_of
 from precision_shim.seams._source import source_digest
+
+from ...environments.symbol_record import facts_of
 
 
 @pytest.fixture
@@ -37,10 +38,10 @@ def record(tmp_path, monkeypatch):
     def write(*seams):
         facts: dict[str, list[str]] = {}
         for seam in seams:
-            for module, fact in facts_of(seam):
-                facts.setdefault(source_digest(module), []).append(symbols.short(fact))
-            fact = symbols.fact_of_digest(seam.target, digest(seam.target))
-            facts[source_digest(seam.module)].append(symbols.short(fact))
+            for module, *fact in facts_of(seam):
+                facts.setdefault(source_digest(module), []).append(symbols.noted(*fact))
+            of_digest = symbols.fact_of_digest(seam.target, digest(seam.target))
+            facts[source_digest(seam.module)].append(symbols.noted(of_digest))
         file = tmp_path / "sources.json"
         file.write_text(json.dumps(facts))
         monkeypatch.setattr(symbols, "SOURCES", file)

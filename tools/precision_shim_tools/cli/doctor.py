@@ -1,8 +1,8 @@
 """``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
-The doctor reads metadata and source, and imports no framework; the adapter of an installed
-framework imports torch. Child processes check the start-up file and the import of
-TransformerEngine, which fails without CUDA libraries and may crash.
+The doctor reads metadata, source and the records of our adapters, and imports no framework; without
+a current record it imports the adapter, and torch with it. Child processes check the start-up file
+and the import of TransformerEngine, which fails without CUDA libraries and may crash.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import NativeProbe, look
+from precision_shim.adapting import look
 
 from ...frameworks import TITAN_PRETRAINING
 from ...torch_fp16 import FEATURE
@@ -29,19 +29,24 @@ SCALED: dict[str, Any] = {"feature": FEATURE, "upstream": UPSTREAM, "delete_when
 """Arguments that all seams for loss scaling share."""
 
 
-def _native(step: str, trainer: str) -> NativeProbe:
-    def native(symbol: object, settings: object) -> str | None:
-        """Return a reason to skip the seam if torchtitan has a scaler; no version has one yet."""
-        names = (name.lower() for name in look(step).names if name.isidentifier())
-        scaler = any("scaler" in name for name in names)
-        return f"torchtitan's {trainer} has a loss scaler of its own" if scaler else None
-
-    return native
+def native_pretraining(symbol: object, settings: object) -> str | None:
+    """Return a reason to skip the seam if ``Trainer`` has a scaler; no version has one yet."""
+    return _scaler_in(f"{TRAINER}.train_step", "Trainer")
 
 
-native_pretraining = _native(f"{TRAINER}.train_step", "Trainer")
+def native_rl(symbol: object, settings: object) -> str | None:
+    """Return a reason to skip the seam if the RL trainer has a scaler; no version has one yet."""
+    return _scaler_in(f"{POLICY}.optim_step", "RL trainer")
+
+
+def _scaler_in(step: str, trainer: str) -> str | None:
+    names = (name.lower() for name in look(step).names if name.isidentifier())
+    scaler = any("scaler" in name for name in names)
+    return f"torchtitan's {trainer} has a loss scaler of its own" if scaler else None
+
+
 ON_PRETRAINING: dict[str, Any] = {"group": PRETRAINING, "native": native_pretraining}
-ON_RL: dict[str, Any] = {"group": RL, "native": _native(f"{POLICY}.optim_step", "RL trainer")}
+ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}
 BOTH = (ON_RL, ON_PRETRAINING)
 """Arguments of seams on the RL trainer (``ON_RL``), on ``Trainer`` (``ON_PRETRAINING``) or both."""
 

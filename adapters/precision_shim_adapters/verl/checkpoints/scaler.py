@@ -14,13 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
+from precision_shim.adapting import Call, seam, versioned, warn
 from precision_shim.adapting.scaling import FILE_NAME, Files
 
 from ... import torch_fp16
 from ..config import SHARDED, VEOMNI
 from ..training.engines import on
-from ..training.fsdp import ON_ENGINE, ON_LEGACY, no_legacy_workers, training_of
+from ..training.fsdp import ON_ENGINE, WITH_LEGACY, training_of
 
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
@@ -31,24 +31,17 @@ _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Maps the parts of verl's checkpoints to the prefixes of a rank's file names."""
 
 
-def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
-    """Return a reason to skip the seam if verl itself saves a scaler; no version does so yet."""
-    manager = look(f"{_MANAGER}.save_checkpoint")
-    return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
-
-
 _OF_ENGINE: dict[str, Any] = {
     **ON_ENGINE,
     "why": "the engine has the scaler, verl's manager has not",
     "delete_when": "verl keeps the scaler in its checkpoints",
     "relies_on": ("checkpoint_manager",),
-    "native": native_checkpoint,
+    "unless": (f"{_MANAGER}.save_checkpoint mentions scaler",),
 }
 _OF_MANAGER: dict[str, Any] = {
-    **ON_LEGACY,
+    **WITH_LEGACY,
     "why": "one place for actor and critic; its optimizer tells which scaler",
     "relies_on": ("optimizer",),
-    "native": no_legacy_workers,
 }
 
 

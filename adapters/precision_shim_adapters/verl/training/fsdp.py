@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
+from precision_shim.adapting import Call, look, seam, versioned, warn
 from precision_shim.adapting.scaling import ScalerSettings
 
 from ... import torch_fp16
@@ -30,12 +30,6 @@ OWN_SCALER = "verl's own scaler, counted and kept with the checkpoints"
 """Why the shim scales the loss where verl would do it itself."""
 
 
-def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
-    """Return a reason to skip the seam in verl 0.8 and later, which has no legacy workers."""
-    critic = look(f"{CRITIC}.update_critic")
-    return None if critic.found else "this version has no legacy FSDP workers"
-
-
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": SHARDED.group, "optional": True}
 """Arguments that all seams on verl's FSDP engine share."""
 
@@ -46,6 +40,9 @@ ON_LEGACY: dict[str, Any] = {
     "optional": True,
 }
 """Arguments that all seams on verl 0.7.1's default workers share."""
+
+WITH_LEGACY = {**ON_LEGACY, "only_if": (f"{CRITIC}.update_critic",)}
+"""Arguments of a seam on a function that later versions have, too."""
 
 
 @seam(

@@ -78,8 +78,7 @@ def update(call: Call) -> Any:
 @seam(
     "verl.trainer.ppo.core_algos:compute_value_loss",
     why="the loss of the legacy critic, before its backward",
-    native=fsdp.no_legacy_workers,
-    **fsdp.ON_LEGACY,
+    **fsdp.WITH_LEGACY,
 )
 def scale_value_loss(call: Call) -> Any:
     """Scale the loss of 0.7.1's critic."""

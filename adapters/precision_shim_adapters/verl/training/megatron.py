@@ -23,18 +23,12 @@ from ..config import (
     read_key,
     read_requested,
 )
+from .native import native_dispatch
 
 PULL = "https://github.com/verl-project/verl/pull/6526"
 _ALIGNED = "https://github.com/verl-project/verl/pull/7485"
 LEGACY = "verl.workers.megatron_workers"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
-
-
-def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a reason to skip the seam in verl 0.9, unless ``optimizer_states=follow-model``."""
-    if "bf16" in symbol.parameters and settings["optimizer_states"] != "follow-model":
-        return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
-    return None
 
 
 def native_fields(symbol: Symbol, settings: Settings) -> str | None:
