@@ -305,12 +305,28 @@ def _by_vllm(section: Mapping[str, Any], key: str) -> Format:
 
 def read_trained(section: Mapping[str, Any], name: str) -> Engine | None:
     """Read the dtype in which a model computes; ``None`` if NeMo-RL does not know its name."""
-    written = section.get("precision", "")
-    dtype = DTYPES.get(written)
+    dtype, because = computed_in(section, name)
     if dtype is None:
         return None
-    format = format_of(section, name)
-    return Engine(name, name_of(dtype), f"{name}.precision", written, format=format)
+    format, key = format_of(section, name), f"{name}.precision"
+    return Engine(name, name_of(dtype), key, section["precision"], because, format=format)
+
+
+def computed_in(section: Mapping[str, Any], name: str) -> tuple[torch.dtype | None, str]:
+    """The dtype in which a model computes, and why it is not ``precision``, if it is not.
+
+    NeMo-RL gives the parallelizer with which Automodel shards models with expert parallelism no
+    dtypes, and this parallelizer then takes bfloat16. The dtype is ``None`` if its name is unknown.
+    """
+    dtype, sharded = DTYPES.get(section.get("precision", "")), section.get("dtensor_cfg") or {}
+    several = int(str(sharded.get("expert_parallel_size") or 1)) > 1 and sharded.get("_v2")
+    on_megatron = (section.get("megatron_cfg") or {}).get("enabled")
+    if dtype in (None, torch.bfloat16) or not several or on_megatron:
+        return dtype, ""
+    if not is_read("dtensor", "moe_parallelizer"):  # before 0.6 autocast has ``precision``
+        return dtype, ""
+    key = f"{name}.dtensor_cfg.expert_parallel_size={sharded['expert_parallel_size']}"
+    return torch.bfloat16, f"{key}: NeMo-RL gives Automodel's parallelizer of experts no dtype"
 
 
 def read_rollout(policy: Mapping[str, Any]) -> Engine | None:
