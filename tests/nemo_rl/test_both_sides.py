@@ -21,6 +21,7 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import DtypeError, UnsupportedPrecisionError
+from precision_shim_adapters.nemo_rl import config as reader
 from precision_shim_adapters.nemo_rl import rollout
 from precision_shim_adapters.nemo_rl.config import is_read
 
@@ -169,6 +170,33 @@ def test_a_key_that_this_nemo_rl_does_not_read(sides: Nemo) -> None:
         assert (head.key, head.in_fp32, head.idle) == (key, True, not read)
     assert not is_read("megatron", "fp32_lm_head")
     assert is_read("megatron", "moe_router_dtype")
+
+
+NVFP4 = "in fp4 e2m1 (nvfp4, 1x16)"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "made", "left_out"),
+    [
+        ("FP8_DEFAULT_CFG", "weights and activations in fp8 e4m3 (per tensor)", "lm_head"),
+        ("NVFP4_DEFAULT_CFG", f"weights and activations {NVFP4}", "lm_head"),
+        ("NVFP4_MLP_WEIGHT_ONLY_CFG", "weights in fp4 e2m1 (nvfp4, 1x32)", "all but mlp"),
+        ("FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "weights in fp8 e4m3 (blocks of 128x128)", "lm_head"),
+        (
+            "general/ptq/nvfp4_default-fp8_kv",
+            f"weights and activations {NVFP4}, KV cache in fp8 e4m3 (per tensor)",
+            "block_sparse_moe.gate",
+        ),
+        ("ABSENT_CFG", "layers in ABSENT_CFG (by ModelOpt)", "its recipe's exceptions"),
+    ],
+)
+def test_a_recipe_of_modelopt(recipe: str, made: str, left_out: str) -> None:
+    """The installed ModelOpt's recipes, which the adapter reads without importing ModelOpt."""
+    found = reader.format_of({"quant_cfg": recipe}, "policy")
+    assert found is not None
+    text, _, others = str(found).partition("; not in ")
+    assert (text, found.key) == (made, f"policy.quant_cfg={recipe}")
+    assert others.startswith(left_out)
 
 
 @pytest.mark.slow

@@ -197,6 +197,11 @@ def _verls() -> Iterator[object]:
     told = "bf16 with weights in fp8 e4m3 (per tensor)"
     line = (*GRPO, f"{ROLLOUT}.name=vllm")
     yield row("verl", line, word, notes=[(told,)], silent=["bf16, as the actor"])
+    # QAT rounds as the rollout, which reads the actor's section.
+    qat, ours = f"{ACTOR}.fsdp_config.qat", "in fp4 e2m1 (nvfp4, 1x16)"
+    for mode, what in (("w4a16", "weights"), ("w4a4", "weights and activations")):
+        words, told = (f"{qat}.mode={mode}", f"{qat}.enable=true"), (f": {what} {ours}", "as the")
+        yield row("verl", GRPO, *words, notes=[told], silent=["bf16, as the"], marks=native)
     # A precision at a key that verl lacks.
     keys = ("exp_avg_dtype", "trainer.precision", "data.dtype", "actor_rollout_ref.param_dtype")
     known = (f"++{ROLLOUT}.dtype=bfloat16", f"++{FSDP}.model_dtype=fp32")
@@ -255,6 +260,10 @@ def _skyrls() -> Iterator[object]:
     told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
     notes = [(f"{one}: rollout-agreement: {told}",) for one in ("ref", "rollout")]
     yield row("skyrl", SKYRL_ON_MEGATRON, *words, notes=notes, silent=["bf16, as the policy"])
+    words = (f"{LAYERS}.fp8=hybrid", f"{LAYERS}.fp8_recipe=mxfp8")
+    told = "weights and activations in fp8 e4m3 (mx, 1x32), gradients in fp8 e5m2 (mx, 1x32)"
+    notes = [(f"{one}: rollout-agreement: ", told) for one in ("ref", "rollout")]
+    yield row("skyrl", SKYRL_ON_MEGATRON, *words, notes=notes)
     # Dtypes of models that SkyRL does not build.
     half = "fsdp_config.mixed_precision.param_dtype"
     default = f"trainer.ref.{half}=bf16"
@@ -320,6 +329,10 @@ def _nemo_rls() -> Iterator[object]:
     line = (*on_megatron, f"++{rollout}.precision=bfloat16", "++policy.generation.backend=vllm")
     told = "bf16 beside the policy's bf16 with weights in fp8 e4m3 (blocks of 128x128)"
     yield row("nemo_rl", line, f"++policy.megatron_cfg.{words[0]}", notes=[(told,)])
+    recipe, marks = "quant_cfg=FP8_DEFAULT_CFG", (since("0.7.0rc0", "nemo_rl"),)
+    told = ("weights and activations in fp8 e4m3 (per tensor); not in lm_head", ", as the policy")
+    words = (f"++policy.{recipe}", f"++policy.generation.{recipe}")
+    yield row("nemo_rl", line, *words, notes=[told], marks=marks)
     recipe = "quant_cfg=nvfp4_experts.yaml"
     words = (f"++policy.{recipe}", f"++policy.generation.{recipe}")
     told, marks = "layers in nvfp4_experts (by ModelOpt)", (since("0.7.0rc0", "nemo_rl"),)
@@ -331,6 +344,11 @@ def _nemo_rls() -> Iterator[object]:
     words += ("++policy.generation.real_quant_ignore=[lm_head]",)
     told = "may differ: left out by the rollout alone: lm_head"
     yield row("nemo_rl", line, *words, notes=[(told,)], marks=marks)
+    # Automodel's parallelizer of experts then takes bf16.
+    experts = ("policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.expert_parallel_size=2")
+    told = {"policy.precision": "has no effect: the layers compute in bf16"}
+    words, marks = ("++policy.precision=float16", *experts), (since("0.6.0rc0", "nemo_rl"),)
+    yield row("nemo_rl", DTENSOR, *words, problems=told, marks=marks)
     key = "policy.dtensor_cfg.automodel_kwargs.backend.te_fp8"  # which Automodel's recipes read
     told = {key: ("no-effect policy: ", "nothing reads this key")}
     yield row("nemo_rl", DTENSOR, f"++{key}.recipe=block", problems=told)

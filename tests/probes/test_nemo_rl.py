@@ -126,3 +126,17 @@ def test_automodels_lm_head_in_fp32(outer: bool) -> None:
         logits = model(torch.randn(2, 8))
     assert model.found == [torch.float32]
     assert logits.dtype is (torch.bfloat16 if outer else torch.float32)
+
+
+def test_automodels_parallelizer_of_experts_takes_bf16() -> None:
+    """NeMo-RL gives it no dtypes, whatever ``policy.precision`` is."""
+    module = pytest.importorskip("nemo_automodel.components.moe.parallelizer")
+    with megatron_on_cpu(), model_parallel():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = Layered()
+        options = {"pp_enabled": False, "ep_enabled": False, "ep_shard_enabled": False}
+        parameters = inspect.signature(module.apply_fsdp).parameters
+        taken = {name: value for name, value in options.items() if name in parameters}
+        module.apply_fsdp(model, mesh, **taken)
+        model(torch.randn(2, 8))
+    assert model.found == [torch.bfloat16]

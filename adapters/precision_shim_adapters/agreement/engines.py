@@ -8,6 +8,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import copy
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -124,6 +125,14 @@ def _module_of(backend: str, kind: str) -> str:
     return next(f"{models}.{one.stem}" for one in files if entry.search(one.read_text("utf-8")))
 
 
+def constant_of(module: str, name: str) -> Any:
+    """What the source of an installed module binds to a name; ``None`` if that is not known."""
+    try:
+        return _run(module, name, given={"copy": copy})
+    except Exception:  # the module may be missing, and another release's may have anything
+        return None
+
+
 def _of_gate(call: Any, made: Mapping[str, ast.expr], module: str, config: Any) -> str:
     if _text(call.func) not in ("ReplicatedLinear", "GateLinear", "nn.Linear"):
         raise ValueError
@@ -157,7 +166,9 @@ def not_known(backend: str) -> str:
 
 
 def _run(module: str, name: str, *args: Any, given: Mapping[str, Any] = {}, **named: Any) -> Any:
-    """Call a function of a module's source; what the run names is taken from the sources.
+    """Call a function of a module's source, or return a constant.
+
+    What the run names is taken from the sources.
 
     Raises:
         StopIteration: a name is in none of the sources that were read.
@@ -167,7 +178,8 @@ def _run(module: str, name: str, *args: Any, given: Mapping[str, Any] = {}, **na
     while True:
         try:
             if not wanted:
-                return scope[name](*args, **named)
+                found = scope[name]
+                return found(*args, **named) if callable(found) else found
             place, node = next(filter(None, (_find(one, wanted[-1]) for one in reversed(places))))
             places.append(place)
             exec(compile(ast.Module([node], []), place, "exec", flags, dont_inherit=True), scope)

@@ -33,13 +33,16 @@ from precision_shim.adapting.rollouts import (
     ENGINE_NAMES,
     FP8,
     MX,
+    NVFP4,
     ROWS,
     Engine,
     Format,
     Quantized,
     in_e4m3,
+    of_modelopt,
 )
 
+from ..agreement.engines import constant_of
 from ..agreement.names import engine_name, with_rounded
 from ..megatron import RequestedConfig
 from ..megatron.policy.formats import read_format
@@ -260,11 +263,35 @@ def _by_modelopt(section: Mapping[str, Any], name: str) -> Format | None:
     recipe = section.get("quant_cfg")
     if recipe is None:
         return None
-    key, own = f"{name}.quant_cfg={recipe}", None
-    if section.get("real_quant"):
-        key, own = f"{key}, {name}.real_quant=True", section.get("real_quant_ignore")
-    left_out = tuple(map(str, own)) if own else ("its recipe's exceptions",)
-    return Format({"layers": Quantized(Path(str(recipe)).stem, "by ModelOpt")}, left_out, key)
+    key, entries = f"{name}.quant_cfg={recipe}", _entries(str(recipe))
+    if isinstance(entries, list):
+        found = of_modelopt(entries, key)
+    else:
+        named = Quantized(Path(str(recipe)).stem, "by ModelOpt")
+        found = Format({"layers": named}, ("its recipe's exceptions",), key)
+    if not section.get("real_quant"):
+        return found
+    utils, key = "nemo_rl.modelopt.utils", f"{key}, {name}.real_quant=True"
+    own = section.get("real_quant_ignore") or constant_of(utils, "DEFAULT_NVFP4_IGNORE") or ()
+    # NeMo-RL 0.7 gives vLLM this format whatever the recipe is; its main asks the recipe.
+    by_recipe = look(f"{utils}:resolve_nvfp4_real_quant_mode").found
+    parts = found.parts if by_recipe else {"weights": Quantized("e2m1", NVFP4)}
+    return Format(parts, tuple(map(str, own)), key)
+
+
+def _entries(recipe: str) -> Any:
+    """ModelOpt's list of quantizers in a recipe: a constant, a file, or a file of ModelOpt's."""
+    found = constant_of("modelopt.torch.quantization.config", recipe)
+    if not isinstance(found, Mapping):
+        from omegaconf import OmegaConf
+
+        spec = find_spec("modelopt_recipes")
+        folders = ["", *((spec.submodule_search_locations or ()) if spec else ())]
+        paths = (Path(one, recipe + end) for one in folders for end in ("", ".yaml", ".yml"))
+        file = next((path for path in paths if path.is_file()), None)
+        found = OmegaConf.to_container(OmegaConf.load(file)) if file else None
+    section = found.get("quantize", found) if isinstance(found, Mapping) else {}
+    return section.get("quant_cfg")
 
 
 def _by_vllm(section: Mapping[str, Any], key: str) -> Format:
@@ -278,12 +305,28 @@ def _by_vllm(section: Mapping[str, Any], key: str) -> Format:
 
 def read_trained(section: Mapping[str, Any], name: str) -> Engine | None:
     """Read the dtype in which a model computes; ``None`` if NeMo-RL does not know its name."""
-    written = section.get("precision", "")
-    dtype = DTYPES.get(written)
+    dtype, because = computed_in(section, name)
     if dtype is None:
         return None
-    format = format_of(section, name)
-    return Engine(name, name_of(dtype), f"{name}.precision", written, format=format)
+    format, key = format_of(section, name), f"{name}.precision"
+    return Engine(name, name_of(dtype), key, section["precision"], because, format=format)
+
+
+def computed_in(section: Mapping[str, Any], name: str) -> tuple[torch.dtype | None, str]:
+    """The dtype in which a model computes, and why it is not ``precision``, if it is not.
+
+    NeMo-RL gives the parallelizer with which Automodel shards models with expert parallelism no
+    dtypes, and this parallelizer then takes bfloat16. The dtype is ``None`` if its name is unknown.
+    """
+    dtype, sharded = DTYPES.get(section.get("precision", "")), section.get("dtensor_cfg") or {}
+    several = int(str(sharded.get("expert_parallel_size") or 1)) > 1 and sharded.get("_v2")
+    on_megatron = (section.get("megatron_cfg") or {}).get("enabled")
+    if dtype in (None, torch.bfloat16) or not several or on_megatron:
+        return dtype, ""
+    if not is_read("dtensor", "moe_parallelizer"):  # before 0.6 autocast has ``precision``
+        return dtype, ""
+    key = f"{name}.dtensor_cfg.expert_parallel_size={sharded['expert_parallel_size']}"
+    return torch.bfloat16, f"{key}: NeMo-RL gives Automodel's parallelizer of experts no dtype"
 
 
 def read_rollout(policy: Mapping[str, Any]) -> Engine | None:

@@ -94,6 +94,8 @@ def read_sides(config: Any) -> Sides | None:
         others = [engine for engine in (rollout, teacher) if engine is not None]
     heads = unchanged_heads("policy", "NeMo-RL", [_served(policy)], _own_head(policy))
     decided = tuple(_unseen(generation.get("refit_transport")))
+    if trainer is not None and trainer.because:
+        decided += (Decision(FRAMEWORK, "policy", FEATURE, trainer.computes, trainer.because),)
     return Sides(FRAMEWORK, versioned(FRAMEWORK), trainer, others, heads, decided, gates)
 
 

@@ -17,6 +17,7 @@ from ..precision.formats import (
     Quantized,
     forward_of,
     in_e4m3,
+    of_modelopt,
     parts_of,
 )
 from ..precision.lm_head import SETTING, Head
@@ -35,4 +36,4 @@ __all__ = [
 ]
 __all__ += ["judge_wires"]
 __all__ += ["BLOCKS", "CHANNEL", "MX", "NVFP4", "NVFP4_WEIGHTS", "ROWS", "TENSOR", "TOKEN"]
-__all__ += ["UNKNOWN", "Quantized", "forward_of", "in_e4m3", "parts_of"]
+__all__ += ["UNKNOWN", "Quantized", "forward_of", "in_e4m3", "of_modelopt", "parts_of"]

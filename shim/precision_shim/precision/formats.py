@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,6 +142,59 @@ def _parts(section: Mapping[str, Any], method: str) -> dict[str, Quantized]:
             if group.get(name)
         }
     return parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
+
+
+_QUANTIZERS = {
+    "weight_quantizer": "weights",
+    "input_quantizer": "activations",
+    "[kv]_bmm_quantizer": "KV cache",
+}
+"""Maps the ends of the names of ModelOpt's quantizers to what these quantize."""
+
+
+def of_modelopt(entries: Sequence[Mapping[str, Any]], key: str) -> Format:
+    """Read the list ``quant_cfg`` of ModelOpt's config, of which later entries win."""
+    parts: dict[str, Quantized] = {}
+    only: list[str] = []
+    left_out: list[str] = []
+    for entry in entries:
+        name = str(entry.get("quantizer_name"))
+        end = next((one for one in _QUANTIZERS if name.endswith(one)), "")
+        part, modules = _QUANTIZERS.get(end, ""), name.removesuffix(end).strip("*.")
+        if entry.get("enable", True):
+            found = _by_modelopt(entry.get("cfg"))
+            if part and modules:
+                only.append(modules)
+                found = found if parts.get(part, found) == found else Quantized(UNKNOWN)
+            parts |= {part: found} if part else {}
+        elif modules:
+            left_out.append(modules)
+        elif "parent_class" not in entry:
+            parts = {one: parts[one] for one in parts if one != part and part}
+    if only:
+        left_out.insert(0, f"all but {' and '.join(dict.fromkeys(only))}")
+    return Format(parts, tuple(left_out), key)
+
+
+def _by_modelopt(cfg: Any) -> Quantized:
+    if not isinstance(cfg, Mapping):  # several quantizers, one after the other
+        return Quantized(UNKNOWN)
+    bits, blocks = cfg.get("num_bits", 8), cfg.get("block_sizes") or {}
+    element = f"int{bits}" if isinstance(bits, int) else str(bits)
+    if isinstance(bits, list | tuple):
+        element = "e{}m{}".format(*bits)
+    rows, columns, scale = blocks.get(-2), blocks.get(-1), blocks.get("scale_bits")
+    if not blocks:
+        return Quantized(element, TENSOR if cfg.get("axis") is None else CHANNEL)
+    if not columns:
+        return Quantized(element, TOKEN)
+    if rows:
+        return Quantized(element, f"blocks of {rows}x{columns}")
+    if scale is not None:
+        kind = {"8": "mx", "4": "nvfp4"}.get(str(scale).strip("([e")[0], UNKNOWN)
+        return Quantized(element, f"{kind}, 1x{columns}")
+    floats = element.startswith("e")
+    return Quantized(element, f"blocks of 1x{columns}" if floats else f"groups of {columns}")
 
 
 def _compressed(scheme: Mapping[str, Any]) -> Quantized:

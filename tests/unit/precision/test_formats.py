@@ -16,6 +16,7 @@ from precision_shim.precision.formats import (
     Format,
     Quantized,
     forward_of,
+    of_modelopt,
     of_section,
     parts_of,
 )
@@ -188,3 +189,56 @@ def test_an_engines_options() -> None:
     plain = [of_engine({"quantization": "fp8"}, one, one) for one in ("vllm", "sglang")]
     weights = [one.parts["weights"].scaling for one in plain if one is not None]
     assert weights == [TENSOR, UNKNOWN]
+
+
+OFF = {"quantizer_name": "*", "enable": False}
+NVFP4_CFG = {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}}
+WEIGHTS, INPUTS = "*weight_quantizer", "*input_quantizer"
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        (
+            {WEIGHTS: NVFP4_CFG, INPUTS: NVFP4_CFG, "*lm_head*": None},
+            "weights and activations in fp4 e2m1 (nvfp4, 1x16); not in lm_head",
+        ),
+        (
+            {"*mlp*weight_quantizer": {"num_bits": 4, "block_sizes": {-1: 128}}},
+            "weights in int4 (groups of 128); not in all but mlp",
+        ),
+        (
+            {
+                WEIGHTS: {"num_bits": "e4m3", "block_sizes": {-1: 128, -2: 128}},
+                INPUTS: {"num_bits": [4, 3], "block_sizes": {-1: None, "type": "dynamic"}},
+            },
+            "weights in fp8 e4m3 (blocks of 128x128), activations in fp8 e4m3 (per token)",
+        ),
+        (
+            {WEIGHTS: {"num_bits": (4, 3), "axis": 0}, "*[kv]_bmm_quantizer": {"num_bits": (4, 3)}},
+            "weights in fp8 e4m3 (per channel), KV cache in fp8 e4m3 (per tensor)",
+        ),
+        (
+            {
+                WEIGHTS: {"num_bits": "e4m3", "block_sizes": {-1: 32, "scale_bits": "e8m0"}},
+                INPUTS: [NVFP4_CFG, {"num_bits": (4, 3)}],
+            },
+            f"weights in fp8 e4m3 (mx, 1x32), activations in {UNKNOWN} ({UNKNOWN})",
+        ),
+        # Two formats for the same part of different modules.
+        (
+            {"*mlp*weight_quantizer": NVFP4_CFG, "*attn*weight_quantizer": {"num_bits": (4, 3)}},
+            f"weights in {UNKNOWN} ({UNKNOWN}); not in all but mlp and attn",
+        ),
+    ],
+)
+def test_modelopts_list_of_quantizers(entries: dict[str, Any], text: str) -> None:
+    made: list[dict[str, Any]] = [OFF]
+    for name, cfg in entries.items():
+        more = {"enable": False} if cfg is None else {"cfg": cfg}
+        made.append({"quantizer_name": name, **more})
+    made.append({"parent_class": "nn.LeakyReLU", **OFF})
+    assert str(of_modelopt(made, "key")) == text
+    off = {"quantizer_name": WEIGHTS, "enable": False}
+    assert "weights" not in of_modelopt([*made, off], "key").parts
+    assert of_modelopt([*made, OFF], "key").parts == {}

@@ -305,7 +305,7 @@ def _on_dtensor(
     cfg = _of(section, where)
     trains = not subject.startswith("teacher")
     lora = reader.read_lora(section, "dtensor_cfg.lora_cfg") if trains else {}
-    precision = name_of(DTYPES[section["precision"]])
+    precision = name_of(reader.computed_in(section, key)[0] or torch.float32)
     scaled: tuple[Decided, ...] = ()
     if trains:
         scaled = scaling(

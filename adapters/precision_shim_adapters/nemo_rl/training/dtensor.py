@@ -22,7 +22,7 @@ from ...common.ray_actors import class_beneath, put_in_front
 from ...torch_fp16 import FEATURE, ScaledTraining
 from ...torch_fp16.auxiliary import auxiliary_losses
 from ...torch_fp16.states import make_missing_states
-from ..config import FRAMEWORK, read_section, scaled_because
+from ..config import FRAMEWORK, computed_in, read_section, scaled_because
 from .workers import DTENSOR, INHERITED, TRAIN, VALUE_V2, exported, group_at, mixin
 
 _READ = ("weights_path", "optimizer_path")
@@ -81,7 +81,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
     instance = call.instance
     with outermost(instance, "build") as outer:
         call.proceed()
-        if not outer or instance.cfg.get("precision") != "float16":
+        if not outer or computed_in(instance.cfg, "policy")[0] is not torch.float16:
             return
         if getattr(instance, "optimizer", None) is None:  # a reference or teacher model
             return
