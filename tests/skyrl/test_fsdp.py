@@ -106,18 +106,14 @@ def test_bf16_is_left_alone(make: Any, shim: Any, products: Any) -> None:
     assert not [d for d in precision_shim.status().decisions if d.feature == "fp16-scaling"]
 
 
-def keep_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_weights_without_masters(
+    make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SkyRL itself loads what it trains in fp32; a worker of the user's own may not."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker as module
 
     own, loader = module.get_llm_for_sequence_regression, "get_llm_for_sequence_regression"
     monkeypatch.setattr(module, loader, lambda *args, **more: own(*args, **{**more, "bf16": True}))
-
-
-def test_bf16_weights_without_masters(
-    make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep_in_bf16(monkeypatch)
     shim(strict=True)
     told = r"no-master \(.* 0 of the 8 bits .*bf16=False of SkyRL's model"
     with pytest.warns(PrecisionShimWarning, match=told):
@@ -272,24 +268,6 @@ def test_resume_is_exact_over_an_overflow(make: Any, shim: Any, tmp_path: Path) 
     resumed = [train(again, 50 + i, advantage) for i, advantage in enumerate(plan)]
     assert str(resumed) == str(straight)  # NaN is NaN
     assert torch.equal(parameters(worker), parameters(again))
-
-
-def test_a_resume_that_rounds_is_told(
-    make: Any, shim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shim()
-    worker = make("critic", None)
-    train(worker, 0)
-    path = save(worker, tmp_path)
-    with ours() as said:
-        make("critic", None).load_checkpoint(path)
-    assert said == []
-    keep_in_bf16(monkeypatch)
-    narrow = make("critic", None)
-    with pytest.warns(
-        PrecisionShimWarning, match=r"critic: .* exp_avg_sq from fp32 to bf16.*bf16="
-    ):
-        narrow.load_checkpoint(path)
 
 
 def test_the_state_is_one_record_in_client_state(make: Any, shim: Any, tmp_path: Path) -> None:
