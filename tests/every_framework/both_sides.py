@@ -133,10 +133,7 @@ def of_plan(
 
 each_pair = pytest.mark.parametrize(
     ("trainer", "rollout"),
-    [
-        pytest.param(*pair, marks=[] if pair == LOST else [pytest.mark.slow, pytest.mark.oldest])
-        for pair in PAIRS
-    ],
+    [pytest.param(*pair, marks=[] if pair == LOST else pytest.mark.slow) for pair in PAIRS],
 )
 each_setting = pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
 

@@ -1,6 +1,6 @@
 """A driver whose framework starts a Ray worker with the shim, and then one without the package.
 
-Run as a script, with the name of a maker. It prints what the driver was told in each of two jobs.
+As a script, with the name of a maker, it prints what the driver was told in each of two jobs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ def told_of_workers(framework: str, *paths: Path) -> None:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stdout + done.stderr
-    silent, told = json.loads(lines[-1].removeprefix("FOUND "))
+    assert_told(json.loads(lines[-1].removeprefix("FOUND ")), framework)
+
+
+def assert_told(found: list[list[str]], framework: str) -> None:
+    """Assert that nothing was said before the worker without the package, and one line of it."""
+    silent, told = found
     assert silent == []
     (text,) = told
     assert f": {framework}." in text
@@ -65,28 +70,45 @@ def verl() -> Any:
     )
 
 
-def skyrl() -> Any:
-    """SkyRL's own policy worker, started as its actor group does, but without a GPU."""
-    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import PolicyWorker
-    from skyrl.train.config import SkyRLTrainConfig
+def listen() -> list[str]:
+    """A list, which grows by each warning about a process that this driver starts on Ray."""
+    told: list[str] = []
 
-    where = ("local_rank", "master_addr", "master_port")
-    return PolicyWorker.options(num_cpus=0, num_gpus=0).remote(
-        cfg=SkyRLTrainConfig.from_cli_overrides([]).trainer,
-        world_size=1,
-        rank=0,
-        **dict.fromkeys(where),
-        sequence_parallel_size=1,
-    )
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        if "started on Ray" in str(message):
+            told.append(str(message))
+
+    warnings.simplefilter("always")
+    warnings.showwarning = show
+    return told
 
 
-def nemo_rl() -> Any:
-    """NeMo-RL's own actor in the environment of a worker, which would start the worker."""
-    from nemo_rl.distributed.worker_groups import RayWorkerBuilder
+def _heard() -> None:
+    """Wait until each process that was asked has answered."""
+    import ray
 
-    from tests.nemo_rl.support import NAMES
+    from precision_shim.process import session
 
-    return RayWorkerBuilder.IsolatedWorkerInitializer.remote(NAMES["v2"].replace(":", "."))
+    while session._current.actors._waiting:
+        ray.get(ray.put(time.sleep(0.05)))
+
+
+def without_the_package(told: list[str], make: Callable[[dict[str, Any]], Any]) -> list[list[str]]:
+    """Start a worker that cannot import the package; what was told before it, and because of it.
+
+    Args:
+        told: the list of ``listen``, from before this driver started its workers.
+        make: starts the worker in a runtime environment.
+    """
+    _heard()
+    before = [*told]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text(HIDES)
+        path = os.pathsep.join((folder, os.environ["PYTHONPATH"]))
+        made = make({"env_vars": {"PYTHONPATH": path}})
+        _heard()
+        del made
+    return [before, told[len(before) :]]
 
 
 def main(make: Callable[[], Any]) -> list[list[str]]:
@@ -94,24 +116,18 @@ def main(make: Callable[[], Any]) -> list[list[str]]:
     import ray
 
     import precision_shim
-    from precision_shim.process import session
 
     found = []
     path = os.environ["PYTHONPATH"]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(HIDES)
         for one in (path, os.pathsep.join((folder, path))):
-            told: list[str] = []
-            warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_, told=told, **__: told.append(str(message))
+            told = listen()
             precision_shim.install()
             start(2, runtime_env={"env_vars": {"PYTHONPATH": one}})
             made = make()
-            actors = session._current.actors
-            assert actors._waiting or told
-            while actors._waiting:
-                ray.get(ray.put(time.sleep(0.05)))
-            found.append([one for one in told if "started on Ray" in one])
+            _heard()
+            found.append(told)
             del made
             ray.shutdown()
     return found

@@ -1,7 +1,7 @@
 """A NeMo-RL driver: policies of real workers in a real local Ray cluster; prints the results.
 
 Run as a script, because workers inherit the driver's environment. Arguments: a folder with a model,
-a folder for checkpoints.
+a folder for checkpoints, and kinds of workers, of which the last saves and resumes.
 """
 
 from __future__ import annotations
@@ -45,22 +45,27 @@ def report(self):
     }
 
 
-def main(model: Path, folder: Path) -> dict[str, object]:
-    """Train workers of both kinds with an overflow; save and resume those of the second kind."""
+def main(model: Path, folder: Path, kinds: list[str]) -> dict[str, object]:
+    """Train a worker of each kind with an overflow; save and resume one of the last kind."""
     import ray
 
+    from tests.every_framework import lacking
     from tests.nemo_rl import support
     from tests.processes.forks import WORKER_PYTHON
     from tests.processes.ray_cluster import start
 
+    told = lacking.listen()
     start(4)
     from nemo_rl.distributed import ray_actor_environment_registry as registry
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+    from nemo_rl.distributed.worker_groups import RayWorkerBuilder
     from nemo_rl.models.policy.lm_policy import Policy
 
-    def policy(kind, ranks, python, **paths):
-        fqn = support.NAMES[kind].replace(":", ".")
-        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # keeps NeMo-RL from calling uv
+    def name_of(kind):
+        return support.NAMES[kind].replace(":", ".")
+
+    def policy(kind, python, **paths):
+        registry.ACTOR_ENVIRONMENT_REGISTRY[name_of(kind)] = python  # keeps NeMo-RL from calling uv
         config = support.policy_config(
             model,
             "float16",
@@ -69,9 +74,9 @@ def main(model: Path, folder: Path) -> dict[str, object]:
             precision_shim={"loss_scale_init": 1e30, "backoff_factor": 1e-26},
         )
         cluster = RayVirtualCluster(
-            bundle_ct_per_node_list=[ranks],
+            bundle_ct_per_node_list=[1],
             use_gpus=False,
-            num_gpus_per_node=ranks,
+            num_gpus_per_node=1,
             max_colocated_worker_groups=1,
         )
         made = Policy(
@@ -83,9 +88,9 @@ def main(model: Path, folder: Path) -> dict[str, object]:
         )
         return cluster, made
 
-    def reports(made):
-        workers = made.worker_group.workers
-        return ray.get([one.__ray_call__.remote(report) for one in workers])
+    def report_of(made):
+        (worker,) = made.worker_group.workers
+        return ray.get(worker.__ray_call__.remote(report))
 
     def refused(made, method):
         """The driver's error for an argument that the worker's method does not have."""
@@ -102,28 +107,25 @@ def main(model: Path, folder: Path) -> dict[str, object]:
             "grad_norm": float(result["grad_norm"]),
             "loss_scale": metrics.get("loss_scale"),
             "skipped_steps": metrics.get("skipped_steps"),
-            "workers": reports(made),
+            "worker": report_of(made),
         }
 
-    def first(kind, ranks, python):
-        cluster, made = policy(kind, ranks, python)
-        return (
-            cluster,
-            made,
-            {
-                "start": reports(made),
-                "refused": [refused(made, one) for one in ("save_checkpoint", "load_checkpoint")],
-                "steps": [train(made, seed) for seed in range(2)],
-            },
-        )
+    def close(cluster, made):
+        made.shutdown()
+        cluster.shutdown()
 
     # Ray itself starts the first worker. The others are forks of a process with imports.
-    cluster, made, found = first("v1", 1, sys.executable)
-    print(f"SO FAR {json.dumps(found)}", flush=True)
-    made.shutdown()
-    cluster.shutdown()
-    forked = os.environ[WORKER_PYTHON]
-    cluster, made, second = first("v2", 2, forked)
+    forked, found = os.environ[WORKER_PYTHON], {}
+    for kind, python in zip(kinds, [sys.executable, forked][-len(kinds) :], strict=True):
+        cluster, made = policy(kind, python)
+        last = found[kind] = {
+            "start": report_of(made),
+            "refused": [refused(made, one) for one in ("save_checkpoint", "load_checkpoint")],
+            "steps": [train(made, seed) for seed in range(2)],
+        }
+        print(f"SO FAR {json.dumps(found)}", flush=True)
+        if kind != kinds[-1]:
+            close(cluster, made)
     paths = {f"{name}_path": str(folder / name) for name in ("weights", "optimizer")}
     made.save_checkpoint(
         **paths,
@@ -134,21 +136,25 @@ def main(model: Path, folder: Path) -> dict[str, object]:
             "is_async": False,
         },
     )
-    second["files"] = sorted(one.name for one in (folder / "optimizer").iterdir())
-    second["on"] = train(made, 2)
-    made.shutdown()
-    cluster.shutdown()
-    cluster, made = policy("v2", 2, forked, **paths)
-    second["resumed"] = reports(made)
-    second["again"] = train(made, 2)
-    made.shutdown()
-    cluster.shutdown()
+    last["files"] = sorted(one.name for one in (folder / "optimizer").iterdir())
+    last["steps"].append(train(made, 2))
+    close(cluster, made)
+    cluster, made = policy(kinds[-1], forked, **paths)
+    last["resumed"] = report_of(made)
+    last["again"] = train(made, 2)
+    close(cluster, made)
+    found["told"] = lacking.without_the_package(
+        told,
+        lambda environment: RayWorkerBuilder.IsolatedWorkerInitializer.options(
+            runtime_env=environment
+        ).remote(name_of(kinds[-1])),
+    )
     ray.shutdown()
-    return {"v1": found, "v2": second}
+    return found
 
 
 if __name__ == "__main__":
     from tests.processes.ray_cluster import tell
 
     # After an error NeMo-RL's cluster object would start another Ray, and wait for it.
-    tell(lambda: main(*map(Path, sys.argv[1:])))
+    tell(lambda: main(*map(Path, sys.argv[1:3]), sys.argv[3:]))

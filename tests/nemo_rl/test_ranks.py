@@ -49,7 +49,7 @@ def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        *(pytest.param(kind, "data parallel", marks=pytest.mark.oldest) for kind in KINDS),
+        *((kind, "data parallel") for kind in KINDS),
         *((kind, case) for kind in ("v1", "v2") for case in OTHERS),
     ],
 )

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from .rank_server import Ranks
 
@@ -27,6 +28,7 @@ LOG = "TEST_RAY_LOG"
 QUIET = {
     "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the user's home
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a worker for each CPU, which no test uses
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
 }
@@ -130,19 +132,35 @@ def _started(options: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
     return cluster, next(lines, "ADDRESS").removeprefix("ADDRESS").strip()
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Let ``ray.init`` leave out the processes that show a cluster to people.
+
+    Each imports as much as a worker.
+    """
+    from ray._private.node import Node
+
+    names = ["start_monitor", "start_api_server"]
+    if LOG not in os.environ:
+        names.append("start_log_monitor")
+    with mock.patch.multiple(Node, **dict.fromkeys(names, lambda *_, **__: None)):
+        yield
+
+
 def start(num_cpus: int, **options: Any) -> None:
     """Start the cluster; the driver calls this function."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=LOG in os.environ,
-        object_store_memory=100_000_000,
-        _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
-        **options,
-    )
+    with unwatched():
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=LOG in os.environ,
+            object_store_memory=100_000_000,
+            _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
+            **options,
+        )
 
 
 def _wait(options: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@
 * :func:`skyrl_on_cpu` makes the device ``"cuda"`` in SkyRL's workers mean the CPU. In addition to
   :func:`~precision_shim_tools.testing.megatron_cpu.cuda_means_cpu`, it puts device meshes and
   autocasts of SkyRL on the CPU.
-* :func:`stay_on_cpu` enters ``skyrl_on_cpu`` in the processes of a Ray cluster.
+* :func:`stay_on_cpu` enters ``skyrl_on_cpu`` in the processes of a Ray cluster, whose workers meet
+  over gloo.
 * :func:`make_worker` makes a worker object in this process, without a Ray actor.
 
 Three features have no stand-in: packing of sequences without padding (needs flash attention; leave
@@ -31,8 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 
+from precision_shim.process.finders import Watcher
 from precision_shim_tools.testing.megatron_cpu import _CudaMeansCpu, _patch, cuda_means_cpu
 
 from ..stand_ins.megatron_bridge import import_megatron_bridge
@@ -55,6 +58,7 @@ def pad_input(*args, **kwargs):
 unpad_input = pad_input
 '''
 
+_MEGATRON_WORKER = "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"
 _METADATA = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 0\n"
 
 
@@ -179,6 +183,13 @@ def stay_on_cpu() -> None:
     Ray calls this function as a setup hook. An actor's methods run in another thread, and device
     names are replaced for each thread separately.
     """
+    make_group = dist.init_process_group
+
+    def init_process_group(*args: Any, backend: str | None = None, **kwargs: Any) -> None:
+        make_group(*args, backend="gloo", **kwargs)
+
+    dist.init_process_group = init_process_group
+    Watcher(lambda name: import_megatron(), before=True).watch([_MEGATRON_WORKER])
     stack = ExitStack()
     stack.enter_context(skyrl_on_cpu())
     _kept.append(stack)

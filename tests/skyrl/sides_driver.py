@@ -20,6 +20,7 @@ import precision_shim
 from tests.every_framework.both_sides import PAIRS
 from tests.every_framework.shim_warnings import ours
 from tests.processes.forks import WORKER_PYTHON
+from tests.processes.ray_cluster import unwatched
 from tests.skyrl.test_both_sides import KEY, on_fsdp
 from tests.skyrl.vllm_names import engine_dtype, put_in_place
 
@@ -74,7 +75,8 @@ def main() -> None:
         folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
         where = {"address": "local", "num_cpus": 2, "include_dashboard": False, "_temp_dir": folder}
         options.setdefault("runtime_env", {})["py_executable"] = os.environ[WORKER_PYTHON]
-        return own(**{**options, **where, "log_to_driver": False})
+        with unwatched():
+            return own(**{**options, **where, "log_to_driver": False})
 
     ray.init = init
     main_base.skyrl_entrypoint = Entry

@@ -160,7 +160,6 @@ def test_follow_keeps_the_other_dtypes_of_the_reference_model(shim: Any) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.oldest
 @pytest.mark.usefixtures("start_up_file")
 @pytest.mark.timeout(400)
 def test_a_ray_actor_gets_what_the_driver_wrote(ranks: Ranks, tmp_path: Path) -> None:

@@ -334,6 +334,7 @@ def test_unpatched_skyrl_loads_ours(make: Any, shim: Any, tmp_path: Path) -> Non
     assert torch.equal(parameters(plain), parameters(worker))
 
 
+@pytest.mark.slow
 def test_killed_between_two_files_of_a_save_over_an_old_one(
     make: Any, shim: Any, tmp_path: Path
 ) -> None:
@@ -365,6 +366,7 @@ def test_killed_between_two_files_of_a_save_over_an_old_one(
     assert outcomes[-1] == "new"
 
 
+@pytest.mark.slow
 def test_another_job_saves_into_the_directory_meanwhile(
     make: Any, shim: Any, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def go_on(
     return go
 
 
+@pytest.mark.slow
 def test_remainders_that_the_config_asks_for_stay_remainders(go_on: Any) -> None:
     """If the shim is off at the resume, the job resumes like a job that never had the shim."""
     by_itself = go_on(False, False, OWN)

@@ -10,7 +10,7 @@ import pytest
 from ..processes.rank_server import Ranks
 from .support import python_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.oldest]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]

@@ -127,6 +127,7 @@ def test_remainders_that_the_config_asks_for_stay_remainders(switch: Any) -> Non
     assert job.go_on(first_on=False, second_on=True) == "exact"
 
 
+@pytest.mark.slow
 def test_remainders_that_the_shim_made_are_written_as_whole_masters(switch: Any) -> None:
     job = switch("bfloat16", **LEFT_OPEN)
     job.settings = {"optimizer_states": "follow-model"}

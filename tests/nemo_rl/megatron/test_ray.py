@@ -24,7 +24,6 @@ SETUP = (
 )
 
 
-@pytest.mark.oldest
 @pytest.mark.timeout(600)  # the driver and the worker each import all of NeMo-RL
 def test_an_actor_skips_an_overflow_and_reports_it(
     ranks: Ranks, model: Path, tmp_path: Path
