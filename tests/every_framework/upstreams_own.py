@@ -131,6 +131,7 @@ class Own:
         prelude: our ``conftest.py``'s code before it imports ``precision_shim``.
         install: our ``conftest.py``'s code that installs the shim.
         markers: the markers that the tests use.
+        options: pytest's.
     """
 
     framework: str
@@ -143,6 +144,7 @@ class Own:
     prelude: str = ""
     install: str = "precision_shim.install()"
     markers: tuple[str, ...] = ()
+    options: Sequence[str] = ()
 
     def run(self, *, on: bool) -> Ended:
         """Run the tests with the shim on or off, and assert that it was on or off."""
@@ -158,7 +160,7 @@ class Own:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
         options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
         # Some test modules fail at import, because they need packages that are not installed.
-        options += ["--continue-on-collection-errors", "--timeout=120"]
+        options += ["--continue-on-collection-errors", "--timeout=120", *self.options]
         said = self.start(
             [*options, *(file for file in self.files if (self.folder / file).exists())],
             {

@@ -140,14 +140,17 @@ class TestUpstreamsOwn(contract.UpstreamsOwn):
 
     driver = DRIVER
     FILES = (
-        "models/automodel",
-        "models/dtensor",
+        *(
+            f"models/automodel/test_automodel_{name}.py"
+            for name in ("checkpoint", "setup", "train")
+        ),
         "models/policy/test_utils.py",
         "utils/test_automodel_checkpoint.py",
     )
     """Tests of workers and wrapped symbols; some versions of NeMo-RL lack some of the files.
 
-    Left out are files whose tests fail here before they begin, each after it has started Ray.
+    Left out are files whose tests fail here before they begin, each after it has started Ray or for
+    want of a GPU or the network, and those of functions that no seam reaches: data, LoRA.
     """
 
     @pytest.fixture
@@ -163,5 +166,7 @@ class TestUpstreamsOwn(contract.UpstreamsOwn):
             start=in_a_fork_of(ranks),
             environment={"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""},
             conftest="tests/unit/conftest.py",
+            # These each start two processes, which fail for want of a GPU.
+            options=("-k", "not zmq_impl"),
             markers=("automodel", "mcore", "vllm", "sglang", "hf_gated", "run_first", "nemo_gym"),
         )
