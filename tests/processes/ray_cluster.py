@@ -134,13 +134,13 @@ def _started(options: dict[str, Any]) -> tuple[subprocess.Popen[str], str]:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Let ``ray.init`` leave out the processes that show a cluster to people.
+    """Let ``ray.init`` leave out the processes that scale a cluster and show its logs.
 
     Each imports as much as a worker.
     """
     from ray._private.node import Node
 
-    names = ["start_monitor", "start_api_server"]
+    names = ["start_monitor"]
     if LOG not in os.environ:
         names.append("start_log_monitor")
     with mock.patch.multiple(Node, **dict.fromkeys(names, lambda *_, **__: None)):
