@@ -32,15 +32,7 @@ def same(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("case", "overflows"),
-    [
-        ("policy", [0, 1]),  # all before the save
-        ("pretrain", [0, 1]),
-        pytest.param("policy", [0], marks=slow),
-        pytest.param("pretrain", [1], marks=slow),
-    ],
-)
+@pytest.mark.parametrize(("case", "overflows"), [("policy", [0, 1]), ("pretrain", [1])])
 def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, overflows: list[int]) -> None:
     whole = one(ranks, case, tmp_path / "whole", first=0, last=4, overflows=overflows, save=True)
     one(ranks, case, tmp_path / "parts", first=0, last=2, overflows=overflows, save=True)
