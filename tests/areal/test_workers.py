@@ -50,7 +50,6 @@ critic:
 """ % (WORKER % "PRECISION_SHIM: 0")
 HALVE = "++actor.optimizer.hysteresis=1"
 """Each skipped step halves the scale; by default every second one does."""
-LOCAL = ("scheduler.type=local", "actor.backend=megatron:d1")
 pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.timeout(1200)]
 
 
@@ -137,12 +136,9 @@ def assert_trained(found: dict[str, Any], said: str) -> None:
 
 
 def test_the_local_scheduler(tmp_path: Path) -> None:
-    """Two processes of AReaL's RPC server; the overflow of one is skipped on both.
-
-    The critic's worker is left out by ``env_vars``.
-    """
-    two = (*LOCAL, "actor.backend=megatron:d2", HALVE)
-    found, said = run(tmp_path, *two, more=CRITIC, PRECISION_SHIM="1")
+    """A process of AReaL's RPC server for each role; the critic's is left out by ``env_vars``."""
+    words = ("scheduler.type=local", "actor.backend=megatron:d1", HALVE)
+    found, said = run(tmp_path, *words, more=CRITIC, PRECISION_SHIM="1")
     assert_trained(found, said)
     assert (found["rollout"], found["decided"]) == ("float16", ["fp16, as the actor"])
     assert found["critic"] == NOTHING
@@ -158,10 +154,13 @@ def test_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_ray_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cluster was started without the variable; AReaL leaves ``ray.init`` to Ray."""
+    """The cluster was started without the variable; AReaL leaves ``ray.init`` to Ray.
+
+    Of two processes, the overflow of one is skipped on both.
+    """
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
-    words = ("scheduler.type=ray", "actor.backend=megatron:d1", HALVE)
+    words = ("scheduler.type=ray", "actor.backend=megatron:d2", HALVE)
     with older(num_cpus=4):
         found, said = run(tmp_path, *words, PRECISION_SHIM="1")
     assert_trained(found, said)
