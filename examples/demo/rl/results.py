@@ -88,7 +88,7 @@ def check(courses: Sequence[Sequence[Course]], forced: Course) -> list[Check]:
         Check(
             "overflows are skipped, and the loss scale falls",
             bool(skips) and min(forced.scale) < forced.scale[0],
-            f"{skips:.0f} skipped, scale {forced.scale[0]:.0f} to {forced.scale[-1]:.0f}"
+            f"{skips:.0f} skipped, scale from {forced.scale[0]:.0f} to {min(forced.scale):.0f}"
             if forced.skipped
             else "verl logged neither",
         ),
