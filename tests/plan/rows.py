@@ -345,7 +345,7 @@ def _nemo_rls() -> Iterator[object]:
     told = "may differ: left out by the rollout alone: lm_head"
     yield row("nemo_rl", line, *words, notes=[(told,)], marks=marks)
     # Automodel's parallelizer of experts then takes bf16.
-    experts = ("policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.expert_parallel_size=2")
+    experts = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.expert_parallel_size=2")
     told = {"policy.precision": "has no effect: the layers compute in bf16"}
     words, marks = ("++policy.precision=float16", *experts), (since("0.6.0rc0", "nemo_rl"),)
     yield row("nemo_rl", DTENSOR, *words, problems=told, marks=marks)
