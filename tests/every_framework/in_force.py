@@ -53,7 +53,7 @@ def answers(framework: str, pairs: Iterable[Pair]) -> list[dict[str, bool]]:
         for one in found.seams
         if one.state == "refused" and not one.refusal
     }
-    job, here = Job(framework, "", None, (), (), {}, settings), Here(True, settings)
+    job, here = Job(framework, "", None, (), (), settings), Here(True, settings)
     return [
         {
             "worker": worker,
