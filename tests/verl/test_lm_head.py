@@ -97,7 +97,8 @@ def test_automodels_own_head(changes: dict[str, Any], in_fp32: bool, refusal: st
     section = {"strategy": "automodel", **changes, "moe_config": moe}
     found = lm_head._by_engine(of_section(section, "actor.automodel"))
     assert found is not None
-    assert (found.key, found.in_fp32) == ("actor.automodel.moe_config.lm_head_precision", in_fp32)
+    assert found.key == "actor.automodel.moe_config.lm_head_precision"
+    assert (found.in_fp32, found.idle) == (True, not in_fp32)
     assert refusal in found.refusal
     assert lm_head._by_engine(of_section({**section, "moe_config": {}}, "actor.automodel")) is None
     fields = {"strategy": "megatron", "override_transformer_config": {"logit_dtype": "fp32"}}
