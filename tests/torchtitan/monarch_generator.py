@@ -13,7 +13,7 @@ from typing import Any
 
 from . import absent, cpu
 
-sys.meta_path.append(absent.Finder())
+sys.meta_path.append(absent.Finder("vllm", "renderers"))
 
 import torch  # noqa: E402
 from monarch.actor import endpoint  # noqa: E402
