@@ -61,8 +61,10 @@ def test_a_resume_that_rounds_is_told(worker, shim, tmp_path: Path, low: str) ->
         one.train(batch(), loss_for("v1"))
         save(one, tmp_path)
     job = worker("v1", "bfloat16", tmp_path, hf_config_overrides={"dtype": low})
-    with ours() as said, job:
-        pass
+    with ours() as said, job as two:
+        dtype = next(two.model.parameters()).dtype
+    if dtype is not getattr(torch, low):
+        pytest.skip("this NeMo-RL loads fp32 parameters whatever the key says")
     told = [text for text in said if "rounds its exp_avg and exp_avg_sq from fp32" in text]
     assert len(told) == (low == "bfloat16"), said
 
