@@ -33,7 +33,7 @@ class Wrapping:
 
     @property
     def on(self) -> bool:
-        """Whether a function is wrapped; a wrapper that is called later must do nothing."""
+        """Whether a function is wrapped: a wrapper that outlives ``leave()`` must do nothing."""
         return bool(self._wrapped)
 
     def enter(self) -> None:
@@ -55,12 +55,15 @@ class Wrapping:
 
     def _wrap(self, module: str) -> None:
         for place in self._places:
-            above, _, name = place.removeprefix(f"{module}:").rpartition(".")
+            where, _, path = place.partition(":")
+            if where != module:
+                continue
+            above, _, name = path.rpartition(".")
             owner: Any = sys.modules[module]
             owner = getattr(owner, above, None) if above else owner
             original = getattr(owner, name, None)
             again = any(one[:2] == (owner, name) for one in self._wrapped)
-            if place.partition(":")[0] != module or original is None or again:
+            if original is None or again:
                 continue
             ours = functools.wraps(original)(self._wrapper(place, original))
             self._wrapped.append((owner, name, original, ours))

@@ -18,7 +18,7 @@ _loading = Loading()
 
 
 class Later:
-    """A function, by its name, that a seam wraps a symbol in or that is a seam's ``native``."""
+    """A seam's wrapper or ``native``, known by its name, and imported when it is first called."""
 
     def __init__(self, name: str, kind: Iterable[Any], reads: Iterable[Any]) -> None:
         """Make the function from its ``kind_of`` and from its parameters after the first.

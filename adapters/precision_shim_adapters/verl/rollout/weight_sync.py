@@ -194,7 +194,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def _is_sharded(tensor: Any) -> bool:
-    from torch.distributed.tensor import DTensor  # slow to import, and ``plan`` needs it not
+    from torch.distributed.tensor import DTensor  # slow to import: not for ``plan``
 
     return isinstance(tensor, DTensor)
 
