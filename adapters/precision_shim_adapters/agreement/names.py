@@ -6,28 +6,17 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from precision_shim.precision import formats
 from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, Engine
 from precision_shim.precision.dtypes import name_of, parse_dtype, pick_name
-from precision_shim.precision.formats import (
-    BLOCKS,
-    CHANNEL,
-    MX,
-    ROWS,
-    TENSOR,
-    TOKEN,
-    UNKNOWN,
-    Format,
-    Quantized,
-    in_e4m3,
-    of_section,
-    parts_of,
-)
+from precision_shim.precision.formats import Format
 
 _ONLINE = {
-    "fp8_per_block": (BLOCKS, ROWS),
-    "fp8_per_tensor": (TENSOR, UNKNOWN),  # dynamic activations: per token or tensor, by kernels
-    "fp8_per_channel": (CHANNEL, TOKEN),
-    "mxfp8": (MX, MX),
+    "fp8_per_block": (formats.BLOCKS, formats.ROWS),
+    # The kernels choose whether dynamic activations are scaled per token or per tensor.
+    "fp8_per_tensor": (formats.TENSOR, formats.UNKNOWN),
+    "fp8_per_channel": (formats.CHANNEL, formats.TOKEN),
+    "mxfp8": (formats.MX, formats.MX),
 }
 """Maps vLLM's names of fp8 that it quantizes itself to what shares a scale on both sides."""
 
@@ -64,7 +53,7 @@ def with_rounded(
 
     An engine with fp8 weights gets the dtype ``FP8``, and each with quantized layers its format.
     """
-    if engine.format is None:  # a checkpoint's own section says more
+    if engine.format is None:  # a checkpoint's section says more
         engine = replace(engine, format=read_format(options, place, backend))
     found = [engine.rounded] if engine.rounded[0] else []
     in_fp8: dict[str, Any] = {}
@@ -95,7 +84,7 @@ def read_format(options: Mapping[str, Any], place: str, backend: str = "vllm") -
     overrides = options.get("hf_overrides")
     section = overrides.get("quantization_config") if isinstance(overrides, Mapping) else None
     if isinstance(section, Mapping):
-        return of_section(section, key_of(place, "hf_overrides.quantization_config"))
+        return formats.of_section(section, key_of(place, "hf_overrides.quantization_config"))
     written = options.get("quantization_config")
     own: Mapping[str, Any] = written if isinstance(written, Mapping) else {}
     for kind in ("linear", "moe"):
@@ -110,13 +99,15 @@ def read_format(options: Mapping[str, Any], place: str, backend: str = "vllm") -
     return None
 
 
-def _online(name: str, backend: str = "vllm") -> dict[str, Quantized]:
+def _online(name: str, backend: str = "vllm") -> dict[str, formats.Quantized]:
     found = _ONLINE.get(name.removesuffix("_static").removesuffix("_dynamic"))
     if found is not None:
-        return in_e4m3(*found)
+        return formats.in_e4m3(*found)
     if name == FP8:  # SGLang's weights are per channel or per tensor, by its kernels
-        return in_e4m3(TENSOR if backend == "vllm" else UNKNOWN, UNKNOWN)
-    return parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
+        return formats.in_e4m3(
+            formats.TENSOR if backend == "vllm" else formats.UNKNOWN, formats.UNKNOWN
+        )
+    return formats.parts_of(formats.Quantized(formats.UNKNOWN), formats.Quantized(formats.UNKNOWN))
 
 
 def write_key(config: Any, key: str, value: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import ALIASES, name_of, parse_dtype
-from precision_shim.adapting.rollouts import AUTO, BLOCKS, ROWS, Engine, Format, in_e4m3
+from precision_shim.adapting.rollouts import AUTO, Engine, Format, formats
 
 from ..agreement.lm_head import of_rollout, unchanged_heads
 from ..agreement.model_files import gates_of, resolve_by_model
@@ -86,7 +86,9 @@ def _format(fp8: Any, where: str) -> Format | None:
     if fp8 is None or fp8.mode != "blockwise":  # Archon's only mode besides "disabled"
         return None
     left_out = (*fp8.exclude_modules, *(() if fp8.include_experts else ("experts",)))
-    return Format(in_e4m3(BLOCKS, ROWS), left_out, f"{where}.mode={fp8.mode}")
+    return Format(
+        formats.in_e4m3(formats.BLOCKS, formats.ROWS), left_out, f"{where}.mode={fp8.mode}"
+    )
 
 
 def _coerce(section: Any, key: str) -> str:

@@ -19,14 +19,7 @@ from precision_shim.precision.formats import Format
 from precision_shim.precision.lm_head import SETTING, Head
 from precision_shim.precision.names import ALIASES
 
-from ..agreement.lm_head import (
-    NOT_IN_FORCE,
-    by_megatron,
-    is_marked,
-    names_head,
-    of_rollout,
-    of_trainer,
-)
+from ..agreement import lm_head
 from ..agreement.model_files import gates_of, quantised, resolve_by_model
 from ..agreement.names import engine_name, with_rounded
 from ..agreement.report import FEATURE, Sides, report_sides
@@ -120,17 +113,17 @@ def heads(name: str, args: Any, groups: Groups) -> list[Head]:
     refusal = ""
     if getattr(args, "train_backend", "megatron") != "megatron":
         refusal = f"the shim does not change the LM head of {name}'s {args.train_backend} backend"
-    elif names_head(getattr(args, "target_modules", None)):
+    elif lm_head.names_head(getattr(args, "target_modules", None)):
         refusal = "--target-modules has the LM head, whose adapter computes in 16 bits"
     elif not in_force(name, FEATURE, HEAD):
-        refusal = NOT_IN_FORCE
-    native = by_megatron("actor", vars(args), "--output-logit-dtype")
-    found = [native or of_trainer("actor", vars(args), "args", refusal)]
+        refusal = lm_head.NOT_IN_FORCE
+    native = lm_head.by_megatron("actor", vars(args), "--output-logit-dtype")
+    found = [native or lm_head.of_trainer("actor", vars(args), "args", refusal)]
     if args.rollout_external:
         return [*found, Head("rollout", refusal=f"{_EXTERNAL} keep their LM head")]
     for own, place in groups:
         at = place if "enable_fp32_lm_head" in own else _FLAGS
-        found.append(of_rollout("sglang", {**_given(args), **own}, at))
+        found.append(lm_head.of_rollout("sglang", {**_given(args), **own}, at))
     return found
 
 
@@ -217,7 +210,7 @@ def seams(name: str) -> tuple[Seam, ...]:
     def build_head(call: Call, args: Any, role: str = "actor") -> Any:
         """Make the actor's model, which is the reference model's too, compute its head in fp32."""
         built = call.proceed()
-        if role == "actor" and is_marked(vars(args)):
+        if role == "actor" and lm_head.is_marked(vars(args)):
             compute_in_fp32(built[0], versioned(name), SETTING)
         return built
 

@@ -27,20 +27,7 @@ from precision_shim.adapting.dtypes import (
     parse_dtype,
     values_of,
 )
-from precision_shim.adapting.rollouts import (
-    AUTO,
-    BLOCKS,
-    ENGINE_NAMES,
-    FP8,
-    MX,
-    NVFP4,
-    ROWS,
-    Engine,
-    Format,
-    Quantized,
-    in_e4m3,
-    of_modelopt,
-)
+from precision_shim.adapting.rollouts import AUTO, ENGINE_NAMES, FP8, Engine, Format, formats
 
 from ..agreement.engines import constant_of
 from ..agreement.names import engine_name, with_rounded
@@ -153,7 +140,7 @@ def written(config: Mapping[str, Any], name: str, *, sharded: bool = True) -> It
     automodel = (config.get("dtensor_cfg") or {}).get("automodel_kwargs") or {}
     backend = automodel.get("backend")
     if sharded and isinstance(backend, Mapping) and backend.get("te_fp8") is not None:
-        # Only Automodel's own recipes enter TransformerEngine's autocast, not the model.
+        # Only Automodel's recipes enter TransformerEngine's autocast, not the model.
         key = f"{name}.dtensor_cfg.automodel_kwargs.backend.te_fp8"
         yield Written(key, backend["te_fp8"], read=False)
     adapters = read_lora(config, "dtensor_cfg.lora_cfg")
@@ -265,9 +252,9 @@ def _by_modelopt(section: Mapping[str, Any], name: str) -> Format | None:
         return None
     key, entries = f"{name}.quant_cfg={recipe}", _entries(str(recipe))
     if isinstance(entries, list):
-        found = of_modelopt(entries, key)
+        found = formats.of_modelopt(entries, key)
     else:
-        named = Quantized(Path(str(recipe)).stem, "by ModelOpt")
+        named = formats.Quantized(Path(str(recipe)).stem, "by ModelOpt")
         found = Format({"layers": named}, ("its recipe's exceptions",), key)
     if not section.get("real_quant"):
         return found
@@ -275,7 +262,7 @@ def _by_modelopt(section: Mapping[str, Any], name: str) -> Format | None:
     own = section.get("real_quant_ignore") or constant_of(utils, "DEFAULT_NVFP4_IGNORE") or ()
     # NeMo-RL 0.7 gives vLLM this format whatever the recipe is; its main asks the recipe.
     by_recipe = look(f"{utils}:resolve_nvfp4_real_quant_mode").found
-    parts = found.parts if by_recipe else {"weights": Quantized("e2m1", NVFP4)}
+    parts = found.parts if by_recipe else {"weights": formats.Quantized("e2m1", formats.NVFP4)}
     return Format(parts, tuple(map(str, own)), key)
 
 
@@ -295,12 +282,12 @@ def _entries(recipe: str) -> Any:
 
 
 def _by_vllm(section: Mapping[str, Any], key: str) -> Format:
-    """The format of NeMo-RL's own fp8 in vLLM; ``key`` is that of the precision."""
-    scalings = (MX, MX) if section.get("is_mx") else (BLOCKS, ROWS)
+    """The format of NeMo-RL's fp8 in vLLM; ``key`` is that of the precision."""
+    scalings = (formats.MX, formats.MX) if section.get("is_mx") else (formats.BLOCKS, formats.ROWS)
     counts = ((which, section.get(f"num_{which}_layers_in_bf16")) for which in ("first", "last"))
     left_out = [f"the {which} {count} layers" for which, count in counts if count]
     left_out += map(str, section.get("quantization_ignored_layer_kws") or ())
-    return Format(in_e4m3(*scalings), tuple(left_out), f"{key}=fp8")
+    return Format(formats.in_e4m3(*scalings), tuple(left_out), f"{key}=fp8")
 
 
 def read_trained(section: Mapping[str, Any], name: str) -> Engine | None:

@@ -23,18 +23,7 @@ from precision_shim.adapting.dtypes import (
     names_precision,
     parse_dtype,
 )
-from precision_shim.adapting.rollouts import (
-    AUTO,
-    BLOCKS,
-    ENGINE_NAMES,
-    FP8,
-    MX,
-    ROWS,
-    UNKNOWN,
-    Engine,
-    Format,
-    in_e4m3,
-)
+from precision_shim.adapting.rollouts import AUTO, ENGINE_NAMES, FP8, Engine, Format, formats
 
 from ..agreement import model_files
 from ..agreement.lm_head import IsInForce
@@ -56,7 +45,7 @@ KEY = f"{INFERENCE}.{MODEL_DTYPE}"
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 """The keys of ``mixed_precision`` that SkyRL reads, and SkyRL's default dtypes for them."""
 
-_WIRES = {"blockwise": (BLOCKS, ROWS), "mxfp8": (MX, MX)}
+_WIRES = {"blockwise": (formats.BLOCKS, formats.ROWS), "mxfp8": (formats.MX, formats.MX)}
 """Maps ``fp8_weight_sync_mode`` to what shares a scale in weights and in activations."""
 
 OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
@@ -98,7 +87,7 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
     ``section`` is the key of ``fsdp_config``, for error messages.
 
     Raises:
-        DtypeError: a dtype name is unknown to SkyRL; SkyRL's own error would not name the key.
+        DtypeError: a dtype name is unknown to SkyRL; SkyRL's error would not name the key.
     """
     mixed = getattr(config, _MIXED, None)
     if mixed is None:
@@ -376,8 +365,10 @@ def _engines(engines: Any) -> Iterator[Engine]:
     wanted = getattr(engines, "fp8_weight_sync_mode", None)
     if wanted is not None:
         key = f"{INFERENCE}.fp8_weight_sync_mode={wanted}"
-        scalings = _WIRES.get(str(wanted), (UNKNOWN, UNKNOWN))
-        yield Engine("rollout", FP8, "", because=key, format=Format(in_e4m3(*scalings), (), key))
+        scalings = _WIRES.get(str(wanted), (formats.UNKNOWN, formats.UNKNOWN))
+        yield Engine(
+            "rollout", FP8, "", because=key, format=Format(formats.in_e4m3(*scalings), (), key)
+        )
         return
     elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
     because = f"{KEY}, if the servers that run already were started so" if elsewhere else ""
@@ -394,7 +385,7 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
 
 
 def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:
-    """The config sections whose values override SkyRL's own values for some or all engines."""
+    """The config sections whose values override SkyRL's values for some or all engines."""
     sections = {name: getattr(engines, name, None) or {} for name in OVER}
     first, *roles = OVER
     by_role = getattr(engines, "enable_pd", False) and any(sections[role] for role in roles)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from precision_shim.adapting import Call, in_force, seam
+from precision_shim.adapting import Call, holding, in_force, seam
 from precision_shim.errors import DtypeError
 
 from ..agreement.report import FEATURE as AGREEMENT
@@ -122,19 +122,15 @@ def note_overrides(call: Call, args: Any) -> Any:
 
     SkyRL merges old-style overrides into a YAML that contains every default, so the shim reads the
     user's keys from the overrides. Without a base YAML, the seams on ``__init__`` record the user's
-    values, even for a user's own config class.
+    values, even for a user's config class.
 
     Raises:
         DtypeError: the value of ``model_dtype`` is no dtype that an engine computes in.
     """
-    old_style, overriding = _old_style.set(False), _overriding.set(True)
-    try:
+    with holding(_old_style, False), holding(_overriding, True):
         config = call.proceed()
         if _old_style.get():
             note_command_line(config, args)
-    finally:
-        _old_style.reset(old_style)
-        _overriding.reset(overriding)
     if in_force("skyrl", AGREEMENT, ROLLOUT):
         named(config.generator.inference_engine.model_dtype)
     return config

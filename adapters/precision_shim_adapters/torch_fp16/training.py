@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
 from weakref import WeakSet
@@ -18,15 +18,8 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from precision_shim import scaling
-from precision_shim.adapting import current_settings, decide, versioned, warn
-from precision_shim.errors import (
-    LossScaleError,
-    ScalerCheckpointError,
-    ScalerOfAnotherSaveError,
-    SeamError,
-    UnsupportedPrecisionError,
-)
+from precision_shim import errors, scaling
+from precision_shim.adapting import current_settings, decide, holding, versioned, warn
 from precision_shim.scaling import FILE_NAME, Files, LossScaler, ScalerSettings
 
 from .settings import FEATURE, chosen, settings_for
@@ -51,7 +44,7 @@ class ScaledTraining:
     Attributes:
         framework: the framework's name.
         subject: the model's name, such as ``"actor"``.
-        scaler: a ``LossScaler``, or the framework's or user's own scaler, which stays unchanged.
+        scaler: a ``LossScaler``, or the framework's or user's scaler, which stays unchanged.
         drives: whether the shim scales and steps; else the methods for both do nothing.
     """
 
@@ -96,7 +89,7 @@ class ScaledTraining:
     def _refuse_moments(self, optimizer: Optimizer) -> None:
         fault = fault_of_moments(optimizer)
         if fault:
-            raise UnsupportedPrecisionError(
+            raise errors.UnsupportedPrecisionError(
                 f"{self._where}: {self.subject}: {fault}. Keep the parameters in fp32, or set an "
                 "eps above 3e-8."
             )
@@ -118,13 +111,13 @@ class ScaledTraining:
         """Raise an error before torch's optimizer takes a step with scaled gradients.
 
         Also raise it before a backward pass, if the last gradients were dropped, and the function
-        that steps is not the framework's own. A framework's own function may drop gradients.
+        that steps is not the framework's own. A framework's function may drop gradients.
 
         Args:
             owner: the framework's object that steps.
             step: the path of the function that steps, in ``owner``.
             optimizers: returns the owner's optimizers; called when a backward pass begins.
-            package: the package of the framework's own function, if not the framework's name.
+            package: the package of the framework's function, if not the framework's name.
         """
         package = package or self.framework.replace("-", "_")
         self._guard = weakref.ref(owner), step, optimizers, package
@@ -168,11 +161,11 @@ class ScaledTraining:
         own = (getattr(found, "__module__", None) or "").partition(".")[0] == package
         return "" if owner() is None or own else f"{type(owner()).__name__}.{name}"
 
-    def _half(self, what: str) -> SeamError:
+    def _half(self, what: str) -> errors.SeamError:
         name = self._replaced
         own = f"by {name}, which is not the framework's own"
         where = own if name else "where the shim does not look"
-        return SeamError(
+        return errors.SeamError(
             f"{self._where}: {self.subject}: {what} before the gradients were unscaled: they were "
             f"clipped or stepped {where}. Let the framework's own function clip and step, leave "
             f"the feature out with PRECISION_SHIM_FEATURES=-{FEATURE}, or train in bfloat16."
@@ -211,14 +204,9 @@ class ScaledTraining:
         """The ``ScaledTraining`` of the innermost ``in_progress``, or ``None``."""
         return _current.get()
 
-    @contextmanager
-    def in_progress(self) -> Iterator[None]:
+    def in_progress(self) -> AbstractContextManager[None]:
         """Make ``current`` return this object for functions called within the context."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return holding(_current, self)
 
     def attach(self, loss: torch.Tensor) -> None:
         """Scale the gradients of a loss's backward pass; the loss's value stays unchanged."""
@@ -339,7 +327,7 @@ class ScaledTraining:
         """
         if not self.skipped:
             if isinstance(self.scaler, LossScaler) and not math.isfinite(norm):
-                raise LossScaleError(
+                raise errors.LossScaleError(
                     f"{self._where}: {self.subject}: the gradients are finite, but their norm is "
                     f"{float(norm)}, so that clipping set them to zero and the step learned "
                     "nothing. Keep the parameters in fp32, or train in bfloat16."
@@ -368,7 +356,7 @@ class ScaledTraining:
         """
         try:
             scaling.save(directory, self.scaler, *args, **kwargs)
-        except ScalerCheckpointError as error:
+        except errors.ScalerCheckpointError as error:
             if current_settings().strict:
                 raise
             warn(f"{self._where}: {error}")
@@ -408,7 +396,7 @@ class ScaledTraining:
         return ended
 
     def record(self, files: Files | None = None, save: str = "") -> dict[str, Any]:
-        """The scaler's state for a framework's own file; ``save`` is the name of the save.
+        """The scaler's state for a framework's file; ``save`` is the name of the save.
 
         When pickled, the record stores a fingerprint of each of ``files``, which this rank has
         written.
@@ -463,10 +451,10 @@ class ScaledTraining:
                 f"no loss scaler state at {where}: the checkpoint was written without the shim, or "
                 "by an older one."
             )
-        except ScalerOfAnotherSaveError as error:
+        except errors.ScalerOfAnotherSaveError as error:
             if current_settings().strict:
                 text = f"{self._where}: {error} {otherwise}".rstrip()
-                raise ScalerOfAnotherSaveError(text) from None
+                raise errors.ScalerOfAnotherSaveError(text) from None
             lines, why = None, str(error)
         if lines is not None:
             chosen = f"loss scale {self.scaler.get_scale():g} restored"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from precision_shim.adapting import Call, seam
+from precision_shim.adapting import Call, holding, seam
 from precision_shim.adapting.scaling import METADATA, SaveAside, raise_together, read_metadata
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 
@@ -56,11 +56,8 @@ def save(call: Call, state_dict: Any) -> Any:
     """Save a checkpoint, with a record in the file of each rank."""
     if ScaledTraining.of(state_dict.get(STATE)) is None:
         return call.proceed()
-    token = _saving.set(SaveAside({}).name)
-    try:
+    with holding(_saving, SaveAside({}).name):
         return call.proceed()
-    finally:
-        _saving.reset(token)
 
 
 @seam(
@@ -82,11 +79,8 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
     except ScalerCheckpointError as error:
         problem = str(error)
     raise_together(problem)
-    token = _loading.set((where, sizes))
-    try:
+    with holding(_loading, (where, sizes)):
         return call.proceed()
-    finally:
-        _loading.reset(token)
 
 
 def _sizes_of_records(checkpoint: str, where: str) -> dict[str, tuple[int, ...]]:

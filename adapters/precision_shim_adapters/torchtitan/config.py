@@ -16,21 +16,7 @@ import torch
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.adapting.dtypes import COMPUTES, REDUCES, Written, name_of, parse_dtype
-from precision_shim.adapting.rollouts import (
-    AUTO,
-    CHANNEL,
-    MX,
-    NVFP4,
-    NVFP4_WEIGHTS,
-    TENSOR,
-    TOKEN,
-    UNKNOWN,
-    Engine,
-    Format,
-    Quantized,
-    in_e4m3,
-    parts_of,
-)
+from precision_shim.adapting.rollouts import AUTO, Engine, Format, formats
 from precision_shim.errors import DtypeError
 
 from ..agreement.names import engine_name
@@ -46,9 +32,11 @@ OWN_NAMES = {getattr(torch, name): name for name in ("float16", "bfloat16", "flo
 
 
 _FORMATS = {
-    "Float8": in_e4m3(CHANNEL, TOKEN),
-    "MXFP8": in_e4m3(MX, MX),
-    "NVFP4": parts_of(Quantized("e2m1", NVFP4_WEIGHTS), Quantized("e2m1", NVFP4)),
+    "Float8": formats.in_e4m3(formats.CHANNEL, formats.TOKEN),
+    "MXFP8": formats.in_e4m3(formats.MX, formats.MX),
+    "NVFP4": formats.parts_of(
+        formats.Quantized("e2m1", formats.NVFP4_WEIGHTS), formats.Quantized("e2m1", formats.NVFP4)
+    ),
 }
 """Maps how the names of quantized modules begin to what they compute in with torchao's kernels."""
 
@@ -65,7 +53,7 @@ _COERCES: dict[str, Any] = {
 
 
 def own_name(value: Any, key: str) -> Any:
-    """Torchtitan's own name for a dtype name or a ``torch.dtype``; other values are unchanged.
+    """Torchtitan's name for a dtype name or a ``torch.dtype``; other values are unchanged.
 
     Raises:
         DtypeError: torchtitan does not compute in this dtype, or the name is unknown.
@@ -149,7 +137,7 @@ def find_unscaled(training: Any, place: str = "training") -> str:
 
 
 def generator_dtype_name(value: Any) -> Any:
-    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
+    """torchtitan's name of the generator's dtype, in which the trainer sends the weights.
 
     Raises:
         DtypeError: the name is unknown, or is ``auto``, which lets vLLM choose the dtype.
@@ -182,21 +170,23 @@ def format_of(spec: Any) -> Format | None:
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import GroupedExperts
 
-    kinds, kept, converted = dict[str, dict[str, Quantized]](), set[str](), set[str]()
+    kinds, kept, converted = dict[str, dict[str, formats.Quantized]](), set[str](), set[str]()
     for kind in (Linear, GroupedExperts):
         for name, node, *_ in spec.model.traverse(kind.Config):
             made = type(node)._owner.__name__
             parts = next((_FORMATS[one] for one in _FORMATS if made.startswith(one)), None)
             own = getattr(node, "_torchao_config", None)
             if own is not None and own.cast_config_weight.scaling_granularity.value == "tensorwise":
-                parts = in_e4m3(TENSOR, TENSOR)
+                parts = formats.in_e4m3(formats.TENSOR, formats.TENSOR)
             (kept if parts is None else converted).add(name.rpartition(".")[2])
             kinds |= {} if parts is None else {made: parts}
     if not kinds:
         return None
     first, *others = kinds.values()
     if any(one != first for one in others):
-        first = parts_of(Quantized(UNKNOWN), Quantized(UNKNOWN))
+        first = formats.parts_of(
+            formats.Quantized(formats.UNKNOWN), formats.Quantized(formats.UNKNOWN)
+        )
     left_out = (*sorted(kept - converted), *(("some layers",) if kept & converted else ()))
     return Format(first, left_out, f"model_spec: {', '.join(kinds)}")
 
@@ -219,7 +209,7 @@ def engines(training: Any, model_dtype: Any, spec: Any = None) -> tuple[Engine, 
     **_COERCES,
 )
 def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
-    """Build a ``TrainingConfig`` with torchtitan's own dtype names."""
+    """Build a ``TrainingConfig`` with torchtitan's dtype names."""
     call.proceed()
     coerce_config(call.instance, "training.")
 
@@ -276,7 +266,7 @@ def any_name() -> Iterator[None]:
     **_COERCES,
 )
 def build_trainer(call: Call, config: Any, model_spec: Any = None) -> Any:
-    """Replace the dtype names in a trainer's or controller's config by torchtitan's own names.
+    """Replace the dtype names in a trainer's or controller's config by torchtitan's names.
 
     Raises:
         DtypeError: a name is unknown, or parameters and optimizer states would be float16.

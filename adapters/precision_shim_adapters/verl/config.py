@@ -26,7 +26,7 @@ from precision_shim.adapting.dtypes import (
     parse_dtype,
     values_of,
 )
-from precision_shim.adapting.rollouts import Engine, Format, Quantized, parts_of
+from precision_shim.adapting.rollouts import Engine, Format, formats
 from precision_shim.errors import DtypeError
 
 from .. import megatron
@@ -229,7 +229,7 @@ class ModelConfig:
 
     @property
     def sharded(self) -> bool:
-        """Whether verl's own FSDP engine or its legacy FSDP workers run the model."""
+        """Whether verl's FSDP engine or its legacy FSDP workers run the model."""
         return self.kind is SHARDED
 
     @property
@@ -273,7 +273,7 @@ class ModelConfig:
         """Maps the keys of ``mixed_precision`` to the dtypes that verl gives FSDP; may be empty.
 
         Raises:
-            DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
+            DtypeError: verl does not accept a dtype name; verl's error would not name the key.
         """
         mixed, place = self.get("mixed_precision"), f"{self.engine_key}.mixed_precision"
         if mixed is None:
@@ -419,7 +419,7 @@ class ModelConfig:
 
     @property
     def reads_own_qat(self) -> bool:
-        """Whether the model's own section ``qat`` counts, and not the one of its engine."""
+        """Whether the model's section ``qat`` counts, and not the one of its engine."""
         return self.legacy and self.sharded
 
     @property
@@ -484,8 +484,8 @@ def qat_format(section: Any, key: str) -> Format | None:
     if not read_key(section, "enable"):
         return None
     mode, size = read_key(section, "mode", "w4a16"), read_key(section, "group_size", 16)
-    one = Quantized("e2m1", f"nvfp4, 1x{size}")
-    parts = parts_of(one, one if mode == "w4a4" else None)
+    one = formats.Quantized("e2m1", f"nvfp4, 1x{size}")
+    parts = formats.parts_of(one, one if mode == "w4a4" else None)
     return Format(parts, tuple(read_key(section, "ignore_patterns") or ()), f"{key}.mode={mode}")
 
 
@@ -556,7 +556,7 @@ def of_role(
     places = {f"{key}.{name}": sections(role, f"{key}.{name}") for name in names}
     place = f"{key}.model.fsdp_config"
     places[place] = sections(sections(role, f"{key}.model"), place)
-    # verl's own section has hydra's key; one that the user wrote in another place does not.
+    # verl's section has hydra's key; one that the user wrote in another place does not.
     order = sorted(places, key=lambda name: "_target_" not in places[name])
     place = next((name for name in order if places[name]), f"{key}.{names[0]}")
     optim = sections(role, f"{key}.optim") if subject != "ref" else {}
@@ -578,7 +578,7 @@ def has_fields() -> bool:
 
 
 def own_spellings() -> tuple[str, ...]:
-    """The dtype names that verl's own fields for the states' dtypes take; empty before 0.9."""
+    """The dtype names that verl's fields for the states' dtypes take; empty before 0.9."""
     check = definition(FIELDS.replace("__init__", "__post_init__"))
     sets = (node for node in ast.walk(check.node) if isinstance(node, ast.Set)) if check else ()
     named = (tuple(sorted(ast.literal_eval(node))) for node in sets)
@@ -608,7 +608,7 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
 
 
 def _written(optim_config: Any, place: str) -> Iterator[Written]:
-    """Yield verl's own fields for the states' dtypes that differ from verl's default, fp32."""
+    """Yield verl's fields for the states' dtypes that differ from verl's default, fp32."""
     aware = bool(read_key(optim_config, megatron.PRECISION_AWARE))
     offloads = (read_key(optim_config, OVERRIDES) or {}).get("optimizer_cpu_offload")
     for key in PRECISION_AWARE_FIELDS[1:]:
@@ -662,7 +662,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> megatron.Request
     return read_requested(
         optim_config,
         # In 0.9 and later the engine itself adds grad_reduce_in_fp32 to the DDP's config, so read
-        # the user's own config.
+        # the user's config.
         read_key(config, "override_ddp_config"),
         blockers=tuple(blockers),
         # mbridge's DDP turns the distributed optimizer on, regardless of verl's config (0.7.1).

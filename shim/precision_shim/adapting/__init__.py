@@ -13,6 +13,7 @@ from typing import Any
 
 from ..auditing.latest import at_clear as at_uninstall
 from ..errors import PrecisionShimError, SettingsError, UnsupportedPrecisionError
+from ..holding import holding
 from ..precision.findings import Decision, Findings, Problem
 from ..process import settings as _settings
 from ..process.framework import Adapter, Checkpoints
@@ -53,6 +54,7 @@ __all__ = [
     "current_settings",
     "decide",
     "definition",
+    "holding",
     "in_force",
     "is_there",
     "look",
@@ -110,7 +112,7 @@ def warn(message: str) -> None:
 def parse_settings(
     values: Mapping[str, object], names: Iterable[str], where: str
 ) -> dict[str, Any]:
-    """Parse the shim's settings that a user wrote into a framework's own config.
+    """Parse the shim's settings that a user wrote into a framework's config.
 
     Args:
         values: the settings, keyed by their names in ``install(settings=...)``. ``None`` values are

@@ -50,7 +50,7 @@ def watch(
         model: the model, in any form that ``audit`` accepts; stored as a weak reference.
         scaler: the object that has the loss scaler of a torch optimizer, stored as a weak
             reference, and a function of this object that returns the loss scaler.
-        by_user: function that returns whether the user's own config caused a problem.
+        by_user: function that returns whether the user's config caused a problem.
         told: function that returns whether the user has already been warned of a problem.
         fp32_key: see ``rules.find``.
         wrote: the dtypes that the user wrote for the model in the framework's config.

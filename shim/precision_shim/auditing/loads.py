@@ -22,9 +22,9 @@ _STATE = re.compile(r"(?:^|\.)state\.(?:.+\.)?(\w+)$")
 
 
 class PlannedLoads:
-    """Judges each load of torch's own distributed checkpoint, before it reads a tensor.
+    """Judges each load of torch's distributed checkpoint, before it reads a tensor.
 
-    A framework's own planner, such as Megatron's, is left to the framework's adapter.
+    A framework's planner, such as Megatron's, is left to the framework's adapter.
     """
 
     def __init__(self, awake: Collection[str], strict: bool) -> None:

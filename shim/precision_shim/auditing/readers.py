@@ -88,7 +88,7 @@ def _each(optimizer: Any) -> Iterator[Any]:
 
 
 def _reader(optimizer: Any) -> str:
-    """Return an optimizer's reader as ``"module:function"``; empty for torch's own optimizers."""
+    """Return an optimizer's reader as ``"module:function"``; empty for torch's optimizers."""
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # use torch's reader even if the class's package has another reader.

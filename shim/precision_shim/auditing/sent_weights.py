@@ -53,7 +53,7 @@ class Sent:
         key: the config key of the rollout's dtype.
         sync: number of the weight sync, counted from 1.
         sent: maps ``ADAPTERS`` (LoRA weights) and ``BASE`` (others) to statistics of sent tensors.
-        own: like ``sent``, for the trainer's own parameters; empty if they are not known.
+        own: like ``sent``, for the trainer's parameters; empty if they are not known.
         then: the dtype to which the framework rounds the tensors after the audit, or empty.
         quantised: number of layers that were sent in 8 bits.
         head: empty, or ``"fp32"`` if the shim made the trainer compute its LM head in fp32.

@@ -24,8 +24,6 @@ from .reading import SIXTEEN_BIT, Reading, local
 from .record import Finding
 from .rules import lost_updates
 
-__all__ = ["UpdateWatch", "watch_updates"]
-
 _MOST_ELEMENTS, _MOST_TENSORS = 1 << 18, 512
 """Maximum numbers of elements and tensors in the sample of one optimizer."""
 

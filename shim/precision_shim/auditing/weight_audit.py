@@ -138,7 +138,7 @@ class _Looker:
             )
 
     def look_at_own(self) -> None:
-        """Read the trainer's own parameters, and the routers' biases, which may be buffers."""
+        """Read the trainer's parameters, and the routers' biases, which may be buffers."""
         gathered = shards_by_gathered(self._chunks)
         named = [
             (name, gathered.get(id(parameter), parameter))

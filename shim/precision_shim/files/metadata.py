@@ -13,8 +13,6 @@ from ..errors import CheckpointUnreadableError
 from ..precision.names import SHORT
 from .pickles import Made, read_pickle
 
-__all__ = ["METADATA", "StoredTensor", "dtype_name", "read_metadata"]
-
 METADATA = ".metadata"
 """Name of the metadata file in a checkpoint's directory."""
 

@@ -15,8 +15,6 @@ from typing import IO, Any, ClassVar
 
 from ..errors import CheckpointUnreadableError
 
-__all__ = ["Made", "dicts_in", "read_pickle"]
-
 
 class Made:
     """An object that a call in a pickle would create; each subclass represents a name.

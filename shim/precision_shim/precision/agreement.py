@@ -34,14 +34,14 @@ class Engine:
         subject: what users call it, such as ``"actor"``, ``"policy"``, ``"ref"`` or ``"rollout"``.
         computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
         key: the config key that sets ``computes``; empty if no key does.
-        value: what stands in the key; ``None`` if the key is not set.
+        value: the key's value; ``None`` if the key is not set.
         because: why the engine does not compute in the dtype that ``key`` sets; empty if it does.
         prefix: text before the key on the framework's command line, such as Hydra's "++".
         values: maps each allowed dtype's canonical name to the key's value for this dtype.
         follows: whether the engine is started from the config that the driver can still change.
         rounded: what it keeps in fewer bits, such as its KV cache, and the config key; or empty.
-        refuses: the engine's reason not to run the model in fp16; empty if none is known.
-        format: what its quantized layers compute in; ``None`` if none is known to be quantized.
+        refuses: the engine's reason not to run the model in fp16; empty if none was found.
+        format: what its quantized layers compute in; ``None`` if the config shows none.
         quantizes: maps what a forward pass quantizes to the config key and value that give it.
     """
 
@@ -69,7 +69,7 @@ class Verdict:
         chosen: text on the dtypes of the engine and the trainer.
         because: text on the reason for ``chosen`` and ``lost``.
         remedy: the config line that gives the engine the trainer's dtype; empty if none can.
-        apart: whether the two are known to quantize their layers differently.
+        apart: whether their configs quantize the layers differently.
     """
 
     lost: bool
@@ -106,8 +106,8 @@ class Gate:
 
     Attributes:
         subject: the engine.
-        computes: canonical name of the product's dtype; empty if it is not known.
-        because: the config key with its value, or the source code that says so.
+        computes: canonical name of the product's dtype; empty if no source shows it.
+        because: the config key with its value, or the source code that sets it.
     """
 
     subject: str
@@ -166,8 +166,8 @@ def _with_formats(trainer: Engine, other: Engine, found: Verdict) -> Verdict:
             ]
             chosen = f"{names[0]} beside the {trainer.subject}'s {names[1]}"
         keys = "; ".join(one.key for one in (mine, theirs) if one is not None)
-        told = f"{found.because}; {keys}: {because}"
-        return replace(found, chosen=chosen, because=told, apart=True)
+        reason = f"{found.because}; {keys}: {because}"
+        return replace(found, chosen=chosen, because=reason, apart=True)
     differ, may = differences(mine, theirs, (trainer.subject, other.subject))
     keys = f"{found.because}; {mine.key}; {theirs.key}"
     if not differ and not may:

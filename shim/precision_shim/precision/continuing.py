@@ -87,6 +87,6 @@ def rounded(
         return Findings()
     casts = (f"{' and '.join(names)} from {a} to {b}" for (a, b), names in found.items())
     named = ", ".join(filter(None, (where, subject))) or "resume"
-    told = f"{named}: loading this checkpoint rounds its {', its '.join(casts)}, so that training"
-    told += " is not the one that was saved"
-    return Findings(problems=(Problem("rounded-resume", subject, "", told, remedy),))
+    text = f"{named}: loading this checkpoint rounds its {', its '.join(casts)}, so that training"
+    text += " is not the one that was saved"
+    return Findings(problems=(Problem("rounded-resume", subject, "", text, remedy),))

@@ -37,7 +37,7 @@ def accepted_names(names: Collection[str] = tuple(DTYPES)) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a dtype's canonical name (``"bf16"``), or torch's own name (``"float64"``)."""
+    """Return a dtype's canonical name (``"bf16"``), or torch's name (``"float64"``)."""
     return _BY_DTYPE.get(dtype, str(dtype).removeprefix("torch."))
 
 

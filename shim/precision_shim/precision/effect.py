@@ -1,7 +1,7 @@
 """Find the dtypes that a user wrote in a framework's config, and that have no effect.
 
-Adapters say which keys the user wrote (``Written``). The plan and the audit, which is also the
-worker's check, say what is in force; ``without_effect`` compares the two.
+Adapters list the keys that the user wrote (``Written``). The plan and the audit, which is also the
+worker's check, list the dtypes in force; ``without_effect`` compares the two lists.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Written:
     @property
     def dtype(self) -> str:
         """Canonical name of the dtype; empty if the value names none."""
-        known = any_dtype(self.means or str(self.value))
-        return name_of(known) if known is not None else ""
+        found = any_dtype(self.means or str(self.value))
+        return name_of(found) if found is not None else ""
 
     def in_force(self, held: Mapping[str, Collection[str]]) -> list[str]:
         """Names of the dtypes in force for what the key sets; ``held``: see ``without_effect``."""

@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a rule chose, what is wrong, and what is only told, doubt included."""
+    """What a rule chose, what is wrong, and what it only reports, doubts included."""
 
     decisions: tuple[Decision, ...] = ()
     problems: tuple[Problem, ...] = ()

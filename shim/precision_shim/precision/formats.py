@@ -35,9 +35,9 @@ class Format:
 
     Attributes:
         parts: maps ``"weights"``, ``"activations"`` and ``"gradients"``, where they are quantized;
-            or ``"layers"``, if only the name of a recipe is known.
+            or ``"layers"``, if the config has only a recipe's name.
         left_out: which modules keep the model's dtype, as the config names them.
-        key: the config key that says so, with its value.
+        key: the config key that sets it, with its value.
     """
 
     parts: Mapping[str, Quantized] = field(default_factory=dict, hash=False)
@@ -80,7 +80,7 @@ def differences(
 ) -> tuple[list[str], list[str]]:
     """Name the parts of the forward pass in which two formats differ, and in which they may.
 
-    Modules that are left out may differ: each config names them in its own words.
+    Modules that are left out may differ: each config has other names for them.
 
     Args:
         mine: the format of one model.

@@ -62,7 +62,7 @@ def judge_heads(
         where: framework and version, such as ``"verl 0.9.1"``.
         heads: the LM heads of the job's engines.
         asked: whether the user asks for fp32. If not, a job with fp32 in only some engines, or
-            with a key for fp32 that has no effect, gets a decision that says so.
+            with a key for fp32 that has no effect, gets a decision that reports it.
         may_write: whether the engines' config keys can still be set.
         here: whether the job runs on this machine. If not, an engine that is not installed here
             is no problem.

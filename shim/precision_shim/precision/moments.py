@@ -13,7 +13,7 @@ smaller, rounding to bf16 restores the old value: half an ulp of bf16 is at most
 
 
 LAST_COUNTS = {"bf16": 256, "fp16": 2048}
-"""The step count at which each dtype stands still, because adding 1 is rounded away."""
+"""The largest step count of each dtype: above it, adding 1 is rounded away."""
 
 
 def second_moment_can_decay(beta2: float) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ALIASES", "SHORT", "SIZES"]
-
 ALIASES: Mapping[str, str] = {
     "float32": "fp32",
     "float": "fp32",

@@ -1,4 +1,4 @@
-"""The known adapters: our own from a table, third parties' from entry points.
+"""The adapters: ours from a table, third parties' from entry points.
 
 An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to an
 ``Adapter``. In ``precision_shim`` only this module imports the table of our adapters. Start-up
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def entries(*, third_party: bool = True) -> "dict[str, Adapter]":
-    """Return all known frameworks by name; an entry point cannot replace one of our adapters."""
+    """Return all frameworks by name; an entry point cannot replace one of our adapters."""
     from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
-    known = {framework.framework: framework for framework in FRAMEWORKS}
+    found = {framework.framework: framework for framework in FRAMEWORKS}
     if third_party:
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS):
             name = point.name.strip().lower()
             package = name.replace("-", "_")
-            told = Adapter(name, name, (package,), effects=MEGATRON_EFFECTS, place=point.value)
-            known.setdefault(name, told)
-    return known
+            record = Adapter(name, name, (package,), effects=MEGATRON_EFFECTS, place=point.value)
+            found.setdefault(name, record)
+    return found
 
 
 def load(entry: Adapter) -> Adapter:
@@ -157,7 +157,7 @@ def packages() -> "set[str]":
     """Return the packages whose import loads one of our adapters if the user named no framework."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
-    return {package for known in FRAMEWORKS if not known.by_name for package in known.packages}
+    return {package for one in FRAMEWORKS if not one.by_name for package in one.packages}
 
 
 def by_name() -> "set[str]":
@@ -182,21 +182,21 @@ def shared() -> "dict[str, str]":
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
     """Map each package of optimizers to the ``"module:function"`` that reads these optimizers."""
     theirs = records().values() if third_party else ()
-    told = [known.audit_readers for known in (*theirs, *backends())]
-    return {package: place for readers in told for package, place in readers.items()}
+    tables = [one.audit_readers for one in (*theirs, *backends())]
+    return {package: place for readers in tables for package, place in readers.items()}
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
     """Map each kind of checkpoint files to the function that assigns tensors to components."""
     whose = records().get(framework)
-    told = [known.checkpoint_readers for known in (*backends(), whose) if known is not None]
-    return {kind: place for readers in told for kind, place in readers.items()}
+    tables = [one.checkpoint_readers for one in (*backends(), whose) if one is not None]
+    return {kind: place for readers in tables for kind, place in readers.items()}
 
 
 def checkpoints() -> "dict[str, Checkpoints]":
     """Return ``Checkpoints`` by framework name, for each framework that declares them."""
-    told = {name: framework.checkpoints for name, framework in records().items()}
-    return {name: checkpoints for name, checkpoints in told.items() if checkpoints is not None}
+    found = records().items()
+    return {name: one.checkpoints for name, one in found if one.checkpoints is not None}
 
 
 def symbols_file() -> "Path":

@@ -76,7 +76,7 @@ class _Session:
             _journal.warn_or_say(str(error))  # a warning that is an error would make an import fail
 
     def start(self) -> None:
-        standby.stop()  # from here on, the session's own watcher waits for imports
+        standby.stop()  # from here on, the session's watcher waits for imports
         self.sleeper.watch(package for entry in self.asked for package in entry.packages)
         if self.fault is None:
             self.late = [_RAY] if ray.came_first() else []
@@ -84,7 +84,7 @@ class _Session:
             self.marks.enter()
             if "audit" in self.settings.features:
                 self.loads.enter()
-            if not self.late:  # else _RAY tells it
+            if not self.late:  # else the text ``_RAY`` is printed
                 self.actors.enter()
             built = _optimizers_built() if self.imported() else ""
             self.late += [_LATE.format(built)] if built else []
@@ -139,7 +139,7 @@ class _Session:
 
     def _warn_of_idle_settings(self, adapter: Adapter) -> None:
         features = {seam.feature for seam in adapter.seams}
-        # Whether the settings of the other features do anything depends on a job: the plan says it.
+        # Whether other features' settings have an effect depends on a job: the plan reports it.
         others = {*_settings.FEATURES} - {_settings.AGREEMENT}
         in_force = features & set(self.settings.features) | others
         for row in _settings.idle(self.settings, in_force):
@@ -169,7 +169,7 @@ _LATE = (
 def _optimizers_built() -> str:
     """Return the classes of the optimizers built in this process, which may not exist any more.
 
-    Whether they still exist is not known: gc.get_objects() would break other threads, because it
+    It does not ask whether they still exist: gc.get_objects() would break other threads, because it
     returns tuples that they are building.
     """
     base = getattr(sys.modules.get("torch.optim"), "Optimizer", None)
@@ -221,7 +221,8 @@ def install(
     """
     for name in unknown:
         raise _settings.unknown_argument(name)
-    session = _install(features, frameworks, strict, settings, export)
+    asked = {"features": features, "frameworks": frameworks, "strict": strict, "settings": settings}
+    session = _install(export, **asked)
     if session is not None:
         session.wake(session.imported())
         session.engine.catch_up()  # not under the lock: catch_up() waits for other threads' imports
@@ -232,13 +233,7 @@ def install(
     return status()
 
 
-def _install(
-    features: str | Iterable[str] | None = None,
-    frameworks: str | Iterable[str] | None = None,
-    strict: bool | None = None,
-    settings: Mapping[str, object] | None = None,
-    export: bool = True,
-) -> _Session | None:
+def _install(export: bool, **asked: Any) -> _Session | None:
     """Install without loading adapters or raising seam errors; ``None`` if the shim is off."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
@@ -246,23 +241,13 @@ def _install(
         if _refused_by_operator:
             standby.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
             return None
-        asked = (features, frameworks, strict, settings)
-        if (
-            _current is not None
-            and _current.fault is None
-            and all(argument is None for argument in asked)
-        ):
+        again = all(argument is None for argument in asked.values())
+        if again and _current is not None and _current.fault is None:
             _export(_current, _current.settings, export)
             return _current
         known = entries()
-        resolved = _settings.resolve(
-            features=features,
-            frameworks=frameworks,
-            strict=strict,
-            settings=settings,
-            known_frameworks=known,
-            environ=_given_environment(),
-        )
+        environ = _given_environment()
+        resolved = _settings.resolve(**asked, known_frameworks=known, environ=environ)
         if _current is not None and (
             _current.fault is not None or _current.settings.effective() != resolved.effective()
         ):
@@ -291,7 +276,7 @@ def start(*, export: bool = False) -> None:
         with _lock:
             standby.stop()
             try:
-                session = _install(export=export)
+                session = _install(export)
             except SettingsError as error:
                 session = None
                 _bad_start = f"not installed: {error}"
@@ -425,8 +410,8 @@ def check_ranks(group: Any = None) -> None:
 
 def _framework(session: _Session, name: str, entry: Adapter) -> FrameworkStatus:
     adapter = session.awake.get(name)
-    known = adapter or entry  # a third party's entry point states no distribution
-    version = version_of(known.distribution, known.packages)
+    found = adapter or entry  # a third party's entry point has no distribution
+    version = version_of(found.distribution, found.packages)
     if entry not in session.asked:
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
     if name in session.broken:
@@ -440,8 +425,8 @@ def _framework(session: _Session, name: str, entry: Adapter) -> FrameworkStatus:
         try:
             session.standing[name] = judge_version(adapter, version)
         except Exception as error:  # a damaged symbols.json must not make install() fail
-            told = f"its symbols could not be compared with the record: {error!r}"
-            session.standing[name] = plain(version) in adapter.tested, told
+            reason = f"its symbols could not be compared with the record: {error!r}"
+            session.standing[name] = plain(version) in adapter.tested, reason
     tested, reason = session.standing[name]
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
 

@@ -197,38 +197,38 @@ def check_variables(environ: Mapping[str, str]) -> None:
     """Raise an error for unknown variables with our prefix, which are most likely misspelt.
 
     Raises:
-        SettingsError: a variable is unknown; the message suggests the nearest known variable.
+        SettingsError: a variable is unknown; the message suggests the nearest allowed variable.
     """
-    known = [
+    allowed = [
         f"{PREFIX}_FEATURES",
         f"{PREFIX}_FRAMEWORKS",
         *(setting.variable for setting in TABLE.values()),
     ]
     unknown = sorted(
-        name for name in environ if name.startswith(f"{PREFIX}_") and name not in known
+        name for name in environ if name.startswith(f"{PREFIX}_") and name not in allowed
     )
     if unknown:
-        meant = [near for name in unknown if (near := _nearest(name, known))]
+        meant = [near for name in unknown if (near := _nearest(name, allowed))]
         question = f"; did you mean {', '.join(dict.fromkeys(meant))}?" if meant else "."
         raise SettingsError(
             f"{', '.join(unknown)} is no variable of precision_shim{question} Allowed: "
-            f"{', '.join(known)}. Correct the name or unset it."
+            f"{', '.join(allowed)}. Correct the name or unset it."
         )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _nearest(name: str, allowed: Iterable[str]) -> str:
     from difflib import get_close_matches  # slow, and needed only for an error
 
     # Compare without the common prefix, which would make any two names look alike.
-    rest = {variable.removeprefix(f"{PREFIX}_"): variable for variable in known}
+    rest = {variable.removeprefix(f"{PREFIX}_"): variable for variable in allowed}
     word = name.removeprefix(f"{PREFIX}_")
     begun = [begins for begins in rest if word and begins.startswith(word)]
     found = get_close_matches(word, rest, n=1) or begun
     return rest[found[0]] if found else ""
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
-    near = _nearest(name, known)
+def _suggest(name: str, allowed: Iterable[str]) -> str:
+    near = _nearest(name, allowed)
     return f" (did you mean {near}?)" if near else ""
 
 
@@ -355,12 +355,12 @@ def resolve(
 
     raw, source = asked("frameworks", frameworks)
     named = tuple(dict.fromkeys(_words(raw, source))) or None  # the user named none
-    known = tuple(known_frameworks)
+    allowed = tuple(known_frameworks)
     for name in named or ():
-        if known and name not in known:
+        if allowed and name not in allowed:
             raise SettingsError(
-                f"{source}: unknown framework {name!r}{_suggest(name, known)}; allowed: "
-                f"{', '.join(sorted(known))}. Correct the list or unset it for all."
+                f"{source}: unknown framework {name!r}{_suggest(name, allowed)}; allowed: "
+                f"{', '.join(sorted(allowed))}. Correct the list or unset it for all."
             )
     if frameworks is not None and (named or env.get(f"{PREFIX}_FRAMEWORKS", "").strip()):
         # An empty variable, which child processes read, means all frameworks.

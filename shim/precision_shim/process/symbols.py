@@ -123,7 +123,7 @@ def judge_version(
 ) -> tuple[bool, str]:
     """Return whether a version is tested, and sentences that compare its code with the record.
 
-    With ``closely``, a version whose own code differs from the recorded code is not tested.
+    With ``closely``, a version whose code differs from the recorded code is not tested.
 
     There is a sentence for each distribution, of the framework or of a backend, whose version is
     not recorded, and with ``closely`` also for each whose code differs from its version's recorded
@@ -134,34 +134,34 @@ def judge_version(
     differing = []
     packages = {name: package for package, name in shared().items()}
     for distribution, targets in targets_by_distribution(adapter).items():
-        own = distribution == adapter.distribution
-        here = version if own else versions(distribution, (packages[distribution],))
-        known = versions_of(shipped(), distribution)
-        recorded = here is not None and plain(here) in known
-        if here is None or not known or (recorded and not closely):
+        of_framework = distribution == adapter.distribution
+        here = version if of_framework else versions(distribution, (packages[distribution],))
+        in_record = versions_of(shipped(), distribution)
+        recorded = here is not None and plain(here) in in_record
+        if here is None or not in_record or (recorded and not closely):
             continue
         digests = _digests_here(distribution, targets)
         if digests and not recorded:
             equal = equal_version(shipped(), distribution, digests)
             alike = f"all as in {equal}" if equal else "not all as in one recorded version"
             alike = f"{sum(map(bool, digests.values()))} symbols, {alike}"
-            reasons.append(alike if own else f"{distribution} {here}: {alike}")
+            reasons.append(alike if of_framework else f"{distribution} {here}: {alike}")
         elif digests and not is_as(shipped(), distribution, plain(here), digests):
             differing.append(f"{distribution} {here} has other code than was recorded")
-            tested = tested and not own
+            tested = tested and not of_framework
     return tested, "; ".join([*reasons, *differing])
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    known, proved = shipped().get(distribution, {}), proofs()
+    record, proved = shipped().get(distribution, {}), proofs()
 
     def here(target: str) -> str:
-        for one in ("", *known[target]):
+        for one in ("", *record[target]):
             if proved(target.partition(":")[0], fact_of_digest(target, one)) is not None:
                 return one
         return digest(target)
 
-    return {target: here(target) for target in targets if target in known}
+    return {target: here(target) for target in targets if target in record}
 
 
 def fact_of_digest(target: str, found: str) -> str:
@@ -184,8 +184,8 @@ def missed(adapter: Adapter, versions: Versions = version_of) -> Callable[[str],
             targets = targets_by_distribution(adapter).get(distribution, ())
             here = equal_version(shipped(), distribution, _digests_here(distribution, targets))
         here = plain(here or "")
-        known = versions_of(shipped(), distribution) if here else []
-        earlier = [version for version in known if _order(version) <= _order(here)]
+        in_record = versions_of(shipped(), distribution) if here else []
+        earlier = [version for version in in_record if _order(version) <= _order(here)]
         last = earlier[-1] if earlier else ""
         return last, digests_of(shipped(), distribution, last)
 

@@ -24,10 +24,10 @@ def version_of(distribution: str, packages: Iterable[str]) -> str | None:
     from importlib.metadata import distribution as installed
 
     try:
-        known = installed(distribution)
+        metadata = installed(distribution)
     except PackageNotFoundError:
-        known = None
-    told = None if known is None else known.version
+        metadata = None
+    version = None if metadata is None else metadata.version
     for package in packages:
         try:
             spec = find_spec(package)
@@ -36,13 +36,13 @@ def version_of(distribution: str, packages: Iterable[str]) -> str | None:
         if spec is None:
             continue
         folders = [Path(location).resolve() for location in spec.submodule_search_locations or ()]
-        if known is not None:
-            own = Path(str(known.locate_file(package.replace(".", "/")))).resolve()
-            if own in folders or not folders:
-                return told
+        if metadata is not None:
+            place = Path(str(metadata.locate_file(package.replace(".", "/")))).resolve()
+            if place in folders or not folders:
+                return version
         stated = (stated_version(distribution, package, folder) for folder in folders)
-        return next(filter(None, stated), None) or told or "unknown"
-    return told
+        return next(filter(None, stated), None) or version or "unknown"
+    return version
 
 
 def describe(adapter: Adapter) -> str:

@@ -23,7 +23,8 @@ class Wrapping:
         """Name the functions.
 
         Args:
-            places: ``"module:name"`` or ``"module:Class.name"`` of each function.
+            places: ``"module:name"`` or ``"module:Class.name"`` of each function; a place that has
+                a copy of an earlier place's function gets the same wrapper.
             wrapper: takes a function's place and the function; returns what replaces the function.
         """
         self._places = places
@@ -65,6 +66,8 @@ class Wrapping:
             again = any(one[:2] == (owner, name) for one in self._wrapped)
             if original is None or again:
                 continue
-            ours = functools.wraps(original)(self._wrapper(place, original))
-            self._wrapped.append((owner, name, original, ours))
+            pairs = (one[2:] for one in self._wrapped if any(original is both for both in one[2:]))
+            pair = next(pairs, None)  # of a function of which this place has a copy
+            ours = pair[1] if pair else functools.wraps(original)(self._wrapper(place, original))
+            self._wrapped.append((owner, name, pair[0] if pair else original, ours))
             setattr(owner, name, ours)

@@ -32,7 +32,7 @@ class Status(Record):
             "enabled": self.enabled,
             "features": list(self.features),
             "settings": dict(self.settings),
-            "frameworks": {name: told.to_dict() for name, told in self.frameworks.items()},
+            "frameworks": {name: found.to_dict() for name, found in self.frameworks.items()},
             "decisions": [asdict(decision) for decision in self.decisions],
             "notes": list(self.notes),
             "audit": [audit.to_dict() for audit in self.audit],

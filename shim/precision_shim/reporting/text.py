@@ -45,9 +45,9 @@ def screen(status: Record) -> str:
     if status.enabled and status.given:
         given = (f"{name}={status.settings[name]}" for name in status.given)
         lines += fold(f"set: {', '.join(given)}", 0, 2)
-    for name, told in status.frameworks.items():
-        if told.state not in ("absent", "off"):
-            lines += ["", *framework(name, told, status.features)]
+    for name, found in status.frameworks.items():
+        if found.state not in ("absent", "off"):
+            lines += ["", *framework(name, found, status.features)]
     lines += left_out(status.frameworks)
     audits = [f"{audit.headline}: {audit.brief()}" for audit in status.audit]
     lines += _section("audit", audits, _AUDITS)
@@ -82,10 +82,10 @@ def table(status: Record) -> str:
             for name, value in status.settings.items()
         )
         lines += fold(f"settings: {', '.join(settings)}", 0, 2)
-    for name, told in status.frameworks.items():
-        lines += ["", *fold(headline(name, told), 0, 2)]
-        lines += fold(told.reason, 2, 2)
-        lines += seams(told.seams)
+    for name, found in status.frameworks.items():
+        lines += ["", *fold(headline(name, found), 0, 2)]
+        lines += fold(found.reason, 2, 2)
+        lines += seams(found.seams)
     if status.decisions:
         lines += ["", "decisions"]
         for decision in status.decisions:
@@ -101,7 +101,7 @@ def left_out(frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
     """Return the lines that name the frameworks that are not installed or not asked for."""
     lines = []
     for state, words in (("absent", "not installed"), ("off", "not asked for")):
-        names = ", ".join(name for name, told in frameworks.items() if told.state == state)
+        names = ", ".join(name for name, found in frameworks.items() if found.state == state)
         lines += fold(f"{words}: {names}", 0, 2) if names else []
     return ["", *lines] if lines else []
 
@@ -227,12 +227,12 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     return texts
 
 
-def seams(known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -> Iterator[str]:
+def seams(listed: Sequence[SeamStatus], shown: Mapping[str, str] | None = None) -> Iterator[str]:
     """Yield the table of seams; ``shown`` replaces words for states, such as ``"pending"``."""
     words = shown or {}
-    for feature in dict.fromkeys(seam.feature for seam in known):
+    for feature in dict.fromkeys(seam.feature for seam in listed):
         yield f"  {feature}"
-        for seam in known:
+        for seam in listed:
             if seam.feature != feature:
                 continue
             yield from fold(f"{words.get(seam.state, seam.state):<8} {seam.target}", 4, 6)
@@ -249,13 +249,13 @@ def _headline(status: Record) -> str:
 
 def _problems(status: Record) -> list[str]:
     texts = list(status.notes)
-    for name, told in status.frameworks.items():
-        if told.state == "refused" and not told.seams and told.reason:
-            texts.append(f"{name}: {told.reason}")
-        texts += refusals(name, told.seams)
+    for name, found in status.frameworks.items():
+        if found.state == "refused" and not found.seams and found.reason:
+            texts.append(f"{name}: {found.reason}")
+        texts += refusals(name, found.seams)
         texts += dict.fromkeys(
             f"{name}: {seam.target}: {seam.reason}"
-            for seam in told.seams
+            for seam in found.seams
             if seam.state == "wrapped" and seam.reason
         )
     return list(dict.fromkeys(texts))

@@ -1,7 +1,7 @@
 """Loss scaling for fp16: the scaler, its counters, and how its state is saved.
 
 The modules of ``scaling`` need only torch, contain nothing specific to a framework, and patch
-nothing. Each name is loaded on first use: Megatron's own scaler needs only ``skips``.
+nothing. Each name is loaded on first use: Megatron's scaler needs only ``skips``.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def record_of(scaler: GradScaler, save: str = "") -> dict[str, Any]:
     """Return a scaler's state as a record that can be written as JSON.
 
     Args:
-        scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
+        scaler: a ``LossScaler``, or a framework's GradScaler, which has no counters and no
             ``min_scale``.
         save: the name of the save, if each rank writes a record: it tells the ranks' files of one
             save from those of another.
@@ -229,7 +229,7 @@ def save(
 
     Args:
         directory: this rank's path of the checkpoint's directory; rank 0 creates the directory.
-        scaler: a ``LossScaler``, or a framework's own GradScaler.
+        scaler: a ``LossScaler``, or a framework's GradScaler.
         group: the calling ranks; ``None`` for all ranks.
         prints: fingerprints of the files that a ``SaveAside`` moved, for ``load`` to compare.
         record: an earlier state of the scaler, if the framework saved in the background.
@@ -287,7 +287,7 @@ def restore(
     lower of the saved value and this process's value.
 
     Args:
-        scaler: a ``LossScaler``, or a framework's own GradScaler.
+        scaler: a ``LossScaler``, or a framework's GradScaler.
         record: what this rank has read: a record, a tensor of ``to_tensor``, a list of several that
             have to be of one save, or ``None``.
         where: the file, for messages.

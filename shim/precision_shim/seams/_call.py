@@ -158,14 +158,14 @@ def prepare(
         if required:
             raise SeamError(f"{target} has no parameter {', '.join(map(repr, required))}")
     first = positional[0] if bound and positional else ""
-    own = {**source.defaults, **{parameter.name: parameter.default for parameter in parameters}}
+    defaults = {**source.defaults, **{given.name: given.default for given in parameters}}
     return Binding(
         target=target,
         positional=tuple(positional[1:] if first else positional),
         positional_only=max(positional_only - bool(first), 0),
         first=first,
         parameters=frozenset(names - {first}),
-        wanted=tuple((name, own.get(name, default)) for name, default in reads.items()),
+        wanted=tuple((name, defaults.get(name, default)) for name, default in reads.items()),
     )
 
 
@@ -187,7 +187,7 @@ def through(function: Callable[..., Any], binding: Binding) -> Through:
             values[name] = given.get(name, default)
             if values[name] is REQUIRED:
                 if not _binds(wrapped, args, kwargs):
-                    wrapped(*args, **kwargs)  # raises its own TypeError before its code runs
+                    wrapped(*args, **kwargs)  # raises a TypeError before its code runs
                 raise TypeError(
                     f"{binding.target} was called without {name!r}, which {name_of(function)} reads"
                 )

@@ -37,7 +37,7 @@ _REPLACED = (
 
 
 @dataclass
-class _Known:
+class _Added:
     adapter: Adapter
     rows: tuple[Row, ...]
     checked: bool = False
@@ -79,7 +79,7 @@ class SeamEngine:
         self._describe = describe
         self._missed = missed
         self._proved = proved
-        self._known: dict[str, _Known] = {}
+        self._added: dict[str, _Added] = {}
         self._faults: dict[str, list[PrecisionShimError]] = {}
         self._refused: set[Group] = set()
         self._sites = Sites()
@@ -90,10 +90,10 @@ class SeamEngine:
     def add(self, adapter: Adapter) -> None:
         """Patch each seam of a new adapter, now or when the seam's module is imported."""
         with _lock:
-            if adapter.framework in self._known or not self._live:
+            if adapter.framework in self._added or not self._live:
                 return
             rows = list_unchecked(adapter, self._features, self._proved())
-            self._known[adapter.framework] = _Known(adapter, rows)
+            self._added[adapter.framework] = _Added(adapter, rows)
             self._effects[adapter.framework] = adapter.effects
             self._expect({row.seam.module for row in rows if row.state != "off"}, adapter.effects)
             self._sites.reach_copies()
@@ -118,17 +118,17 @@ class SeamEngine:
         hold no lock that a module's code may need.
         """
         with _lock:
-            for framework, known in self._known.items():
+            for framework, added in self._added.items():
                 gone = [one.target for one in self.report(framework) if one.reason == _REPLACED]
                 if gone:
-                    where = f"{self._describe(known.adapter)}: {', '.join(dict.fromkeys(gone))}"
+                    where = f"{self._describe(added.adapter)}: {', '.join(dict.fromkeys(gone))}"
                     error = SeamError(f"{where}: {_REPLACED}")
                     self._faults.setdefault(framework, []).append(error)
                     self._on_fault(framework, error)
             slow = [
                 row.seam.module
-                for known in self._known.values()
-                for row in known.rows
+                for added in self._added.values()
+                for row in added.rows
                 if row.state == "pending" and row.seam.module in sys.modules
             ]
         for module in dict.fromkeys(slow):
@@ -160,8 +160,8 @@ class SeamEngine:
     def _forget(self, module: str) -> None:
         """Reset a module's patched seams after a second run of its code overwrote the patches."""
         self._sites.forget(module)
-        for known in self._known.values():
-            for row in known.rows:
+        for added in self._added.values():
+            for row in added.rows:
                 placed = row.state == "wrapped" or (row.seam.refusal and row.state == "refused")
                 if placed and row.seam.module == module and row.group not in self._refused:
                     row.state = "pending"
@@ -171,32 +171,32 @@ class SeamEngine:
         while True:
             self._trip(module)  # first, because its functions raise any error of patching
             # Patching may import a framework and so add an adapter: search ``_known`` again.
-            framework = next((name for name in self._known if name not in done), None)
+            framework = next((name for name in self._added if name not in done), None)
             if framework is None:
                 return
             done.add(framework)
             self._on_arrival_in(framework, module)
 
     def _on_arrival_in(self, framework: str, module: str) -> None:
-        known = self._known[framework]
-        if not known.checked and any(
-            row.seam.module == module and row.state != "off" for row in known.rows
+        added = self._added[framework]
+        if not added.checked and any(
+            row.seam.module == module and row.state != "off" for row in added.rows
         ):
-            known.checked = True
-            had = self._missed(known.adapter)
-            plan = check(known.adapter, self._features, self._settings, had, self._proved())
-            known.rows = plan.rows
+            added.checked = True
+            had = self._missed(added.adapter)
+            plan = check(added.adapter, self._features, self._settings, had, self._proved())
+            added.rows = plan.rows
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
         # Not only this module's: the watcher misses imports that began before it started.
-        for row in known.rows if known.checked else ():
+        for row in added.rows if added.checked else ():
             if (
                 self._live
                 and row.state == "pending"
                 and row.group not in self._refused
                 and (row.seam.module == module or _is_loaded(row.seam.module))
             ):
-                self._apply(row, known.adapter)
+                self._apply(row, added.adapter)
 
     def _refuse(self, group: Group, problems: Iterable[str]) -> None:
         if group in self._refused or not self._live:
@@ -204,14 +204,14 @@ class SeamEngine:
         self._refused.add(group)
         self._sites.take_out(group)
         framework, feature, name = group
-        known, problems = self._known[framework], tuple(problems)
-        for row in known.rows:
+        added, problems = self._added[framework], tuple(problems)
+        for row in added.rows:
             if row.group == group and row.state in ("pending", "wrapped"):
                 refuse(row, problems)
         error = SeamError(
-            f"{self._describe(known.adapter)}: {feature}{f', group {name!r},' if name else ''} is "
+            f"{self._describe(added.adapter)}: {feature}{f', group {name!r},' if name else ''} is "
             f"refused whole: {'; '.join(problems)}. Tested versions: "
-            f"{', '.join(known.adapter.tested)}. Install one of these, or leave the feature out "
+            f"{', '.join(added.adapter.tested)}. Install one of these, or leave the feature out "
             f"with PRECISION_SHIM_FEATURES=-{feature}."
         )
         self._faults.setdefault(framework, []).append(error)
@@ -275,7 +275,7 @@ class SeamEngine:
             self._watcher.remove()
             left = self._sites.remove()
             self._effects.clear()
-            self._known.clear()
+            self._added.clear()
             self._faults.clear()
             self._refused.clear()
             return left
@@ -283,15 +283,15 @@ class SeamEngine:
     def report(self, framework: str) -> tuple[SeamStatus, ...]:
         """Return the states of a framework's seams, in the order of its adapter's table."""
         with _lock:
-            known = self._known.get(framework)
-            if known is None:
+            added = self._added.get(framework)
+            if added is None:
                 return ()
             replaced = self._sites.replaced()
             return tuple(
-                replace(row, state="refused", reason=_REPLACED).status(known.adapter)
+                replace(row, state="refused", reason=_REPLACED).status(added.adapter)
                 if row.state == "wrapped" and row.seam.target in replaced
-                else row.status(known.adapter)
-                for row in known.rows
+                else row.status(added.adapter)
+                for row in added.rows
             )
 
     def faults(self, framework: str) -> tuple[PrecisionShimError, ...]:

@@ -18,7 +18,7 @@ _loading = Loading()
 
 
 class Later:
-    """A seam's wrapper or ``native``, known by its name, and imported when it is first called."""
+    """A seam's wrapper or ``native``, named by a record, and imported when it is first called."""
 
     def __init__(self, name: str, kind: Iterable[Any], reads: Iterable[Any]) -> None:
         """Make the function from its ``kind_of`` and from its parameters after the first.
@@ -50,7 +50,7 @@ def read_record(text: str, digest: str) -> tuple[Seam, ...] | None:
     record = json.loads(text)
     if record["source"] != digest:
         return None
-    functions = {name: Later(name, *known) for name, known in record["functions"].items()}
+    functions = {name: Later(name, *facts) for name, facts in record["functions"].items()}
     for row in record["seams"]:
         for key, value in row.items():
             if key in ("wrapper", "native"):

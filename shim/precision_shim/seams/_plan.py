@@ -18,7 +18,7 @@ Group = tuple[str, str, str]
 """Framework, feature and name of a group of seams, of which the seam engine patches all or none."""
 
 Proved = Callable[[str, str], "str | None"]
-"""Returns what a record says of a fact, such as ``fact_of`` a seam, on a module's present source.
+"""Returns what a record has for a fact, such as ``fact_of`` a seam, on a module's present source.
 
 ``None`` if it lacks the fact; else the answer of the seam's ``native``, and ``""`` without one.
 """
@@ -37,7 +37,7 @@ class Row:
     Attributes:
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
-        causes: of a refused seam, the problems that ``reason`` tells.
+        causes: of a refused seam, the problems that ``reason`` lists.
         symbol: the symbol's description from its source; empty before the check, and if a record
             proves that the source meets the seam's requirements.
     """
@@ -145,7 +145,7 @@ def check(
         if problem:
             problems.setdefault(row.group, []).append(problem)
     _refuse_halves(rows, problems, had)
-    refused = {group: tuple(told) for group, told in problems.items()}
+    refused = {group: tuple(texts) for group, texts in problems.items()}
     for row in rows:
         missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
         if (row.state == "pending" and row.group in refused) or missing_half:
@@ -163,15 +163,15 @@ def _find_moved(
 ) -> Iterator[Row]:
     """Yield a ``Row`` for each seam with an unmet condition whose symbol no other seam finds.
 
-    Conditions tell a symbol's places in different versions. If no seam finds the symbol, its group
+    Conditions select a symbol's place in each version. If no seam finds the symbol, its group
     must be refused, not patched without the symbol.
     """
     on = frozenset(features)
-    stand = {id(row.seam) for row in rows}
+    listed = {id(row.seam) for row in rows}
     placed = {(row.group, row.seam.wrapper, _last(row.seam)) for row in rows}
     for seam in adapter.seams:
         group = adapter.framework, seam.feature, seam.group
-        if id(seam) in stand or seam.feature not in on or seam.wrapper is None or seam.refusal:
+        if id(seam) in listed or seam.feature not in on or seam.wrapper is None or seam.refusal:
             continue
         elsewhere = (group, seam.wrapper, _last(seam)) in placed
         if not elsewhere and had(seam.target) and not _meets(proved, seam.target):
@@ -258,7 +258,7 @@ def missing(seam: Seam, symbol: Symbol) -> str:
 
 
 def refuse(row: Row, problems: tuple[str, ...]) -> None:
-    """Refuse a seam because of its own problems, or else of the first problem of its group."""
-    own = tuple(text for text in problems if row.seam.target in text)
-    row.state, row.causes = "refused", own or problems[:1]
-    row.reason = "; ".join(own) or "refused whole, because: " + problems[0]
+    """Refuse a seam because of the problems that name it, or else of the first of its group."""
+    named = tuple(text for text in problems if row.seam.target in text)
+    row.state, row.causes = "refused", named or problems[:1]
+    row.reason = "; ".join(named) or "refused whole, because: " + problems[0]

@@ -17,7 +17,7 @@ from ..errors import SeamError
 from ._source import Symbol
 
 NativeProbe = Callable[[Symbol, Any], "str | None"]
-"""Returns a sentence that describes the framework's own feature; ``None`` if it has none."""
+"""Returns a sentence on how the framework has the feature itself; ``None`` if it has not."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
@@ -106,7 +106,7 @@ class Seam(_Fields):
         if self.wrapper is None and self.native is None:
             raise SeamError(
                 f"{self.name}: a record without a wrapper says that the framework does "
-                f"{self.feature} itself, and needs a native= probe that tells."
+                f"{self.feature} itself, and needs a native= probe."
             )
         self.reads  # noqa: B018  # raises an error now if the wrapper's signature is invalid
 
@@ -142,10 +142,10 @@ class Seam(_Fields):
         """
         if self.wrapper is None or self.replaces:
             return True
-        own, reads_instance = kind_of(self.wrapper)
+        expected, reads_instance = kind_of(self.wrapper)
         if kind in ("staticmethod", "classmethod"):
             return self.unbound or not reads_instance
-        return kind == own  # no function(call, ...) wraps a class, property or context manager
+        return kind == expected  # no function(call, ...) wraps a class, property or context manager
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
 
     def declare(function: Function) -> Function:
         records: list[Seam] = []
-        for given in ({**shared, **own} for own in places):
+        for given in ({**shared, **place} for place in places):
             _check(function, given)
             features = given.pop("feature")
             features = (features,) if isinstance(features, str) else features

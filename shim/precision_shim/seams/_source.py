@@ -9,12 +9,14 @@ import ast
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
+
+from ..holding import holding
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LATER = ("context manager", "coroutine", "generator")  # they end after their call returns
@@ -75,14 +77,9 @@ def installed(module: str) -> Reader | None:
 _source: ContextVar[Source] = ContextVar("precision_shim_source", default=installed)
 
 
-@contextmanager
-def looking_at(source: Source) -> Iterator[None]:
+def looking_at(source: Source) -> AbstractContextManager[None]:
     """Context manager in which ``look`` reads this source instead of the installed packages."""
-    token = _source.set(source)
-    try:
-        yield
-    finally:
-        _source.reset(token)
+    return holding(_source, source)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
@@ -138,7 +135,7 @@ def source_digest(module: str) -> str:
     try:
         read = _source.get()(module)
         text = read() if read is not None else None
-    except Exception:  # look() tells the error
+    except Exception:  # look() reports the error
         text = None
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest() if text else ""
 
@@ -156,8 +153,8 @@ def look(target: str) -> Symbol:
         text = read()
         if text is None:
             return Symbol(target, True, problem=f"module {module} has no readable source")
-        known, symbol = _described.get(target, (None, None))
-        if symbol is None or known != hash(text):
+        hashed, symbol = _described.get(target, (None, None))
+        if symbol is None or hashed != hash(text):
             symbol = _describe(target, _parse(text), attribute.split("."))
             _described[target] = hash(text), symbol
     except Exception as error:

@@ -1,6 +1,6 @@
 """The object that replaces a wrapped symbol: wrapt's wrapper with our mark, pickled by name.
 
-cloudpickle, and so Ray, cannot pickle wrapt's wrappers; the receiver uses its own symbol.
+cloudpickle, and so Ray, cannot pickle wrapt's wrappers; the receiver looks the symbol up by name.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from precision_shim.adapting import (
     Call,
     at_uninstall,
     current_settings,
+    holding,
     report,
     seam,
     version_of,
@@ -231,11 +232,8 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     requests whole fp32 masters; ``compare_layouts`` compares this request with the checkpoint.
     """
     by_shim = is_added_by_shim(call.instance.config)
-    token = join.set("copy" if is_loading else "" if by_shim else "never")
-    try:
+    with holding(join, "copy" if is_loading else "" if by_shim else "never"):
         return _rekey_as_unpatched(call.instance, call.proceed())
-    finally:
-        join.reset(token)
 
 
 @checkpoint_seam(
@@ -337,7 +335,7 @@ def _dtype_of(tensor: Any) -> torch.dtype:
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """Map a checkpoint's tensor keys to dtypes; without a local file, use Megatron's own reader."""
+    """Map a checkpoint's tensor keys to dtypes; without a local file, use Megatron's reader."""
     path = Path(directory, METADATA)
     if not path.is_file():
         from megatron.core.dist_checkpointing import load_tensors_metadata

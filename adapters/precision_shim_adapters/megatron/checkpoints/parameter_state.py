@@ -21,14 +21,9 @@ import torch
 
 from precision_shim.adapting import Call, check_ranks, warn
 from precision_shim.errors import CheckpointLayoutError
+from precision_shim.precision import remainders
 from precision_shim.precision.continuing import master_is_lost, moment_becomes
 from precision_shim.precision.dtypes import name_of
-from precision_shim.precision.remainders import (
-    join_master,
-    looks_like_remainders,
-    rounds_exactly,
-    split_master,
-)
 
 from ..policy.groups import merged, restored
 from ..policy.requested import STATES
@@ -64,7 +59,7 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
 def place_fp32_first(call: Call) -> Any:
     """Number a group's parameters in the group's order: fp32 shards first.
 
-    Megatron's own numbers follow its buffers: a save fails with an error about sizes, or exchanges
+    Megatron's numbers follow its buffers: a save fails with an error about sizes, or exchanges
     the states of two parameters of the same size.
     """
     known, ranges = result = call.proceed()
@@ -96,7 +91,7 @@ def join_states(call: Call, model_param: Any) -> Any:
         tensors["param"] = shard.to(kept.device, copy=join.get() == "copy")
     elif _precision_aware(call.instance) and kept.dtype is torch.int16 and join.get() != "never":
         # Use the remainder's device, because verl saves while the optimizer is offloaded.
-        tensors["param"] = join_master(shard.to(kept.device), kept)
+        tensors["param"] = remainders.join_master(shard.to(kept.device), kept)
     return tensors
 
 
@@ -134,7 +129,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     elif not _precision_aware(optimizer):
         if value.dtype is torch.int16:
             live = model_shard(optimizer, model_param)
-            tensors["param"] = join_master(live, value.to(live.device))
+            tensors["param"] = remainders.join_master(live, value.to(live.device))
     else:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
@@ -183,11 +178,11 @@ def _fit_master(optimizer: Any, shard: Any, tensors: dict[str, Any]) -> None:
     value = tensors["param"]
     master = optimizer.optimizer.state[shard]["master_param"]
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
-        tensors["param"] = join_master(shard.detach(), value.to(shard.device))
+        tensors["param"] = remainders.join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
         # Overwrite the parameter, which Megatron rounds with ties to even: the remainder belongs to
         # a parameter that is rounded as FusedAdam does, with ties away from zero.
-        rounded, tensors["param"] = split_master(value.float().to(shard.device))
+        rounded, tensors["param"] = remainders.split_master(value.float().to(shard.device))
         shard.data.copy_(rounded)
 
 
@@ -198,7 +193,9 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
     def as_numbers() -> bool:
         # An fp32 parameter has no remainders, but a norm's initial 1s may look like remainders.
         live = partial(model_shard, optimizer, model_param)
-        return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
+        return model_param.dtype is not torch.float32 and remainders.looks_like_remainders(
+            value, live
+        )
 
     params = name_of(model_param.dtype)
     if master_is_lost(name_of(value.dtype), as_numbers, precision_aware=aware, params=params):
@@ -218,7 +215,9 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         if name not in state:
             continue
         kept = state[name].dtype
-        becomes = moment_becomes(name_of(kept), partial(rounds_exactly, tensors[name], kept))
+        becomes = moment_becomes(
+            name_of(kept), partial(remainders.rounds_exactly, tensors[name], kept)
+        )
         if becomes == "rounded":
             raise CheckpointLayoutError(
                 f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "

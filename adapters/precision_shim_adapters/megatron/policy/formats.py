@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precision_shim.precision.formats import (
-    BLOCKS,
-    DELAYED,
-    MX,
-    NVFP4,
-    NVFP4_WEIGHTS,
-    ROWS,
-    TENSOR,
-    UNKNOWN,
-    Format,
-    Quantized,
-)
+from precision_shim.precision import formats
+from precision_shim.precision.formats import Format
 
 _SCALINGS = {
-    "delayed": (DELAYED, DELAYED),
-    "tensorwise": (TENSOR, TENSOR),
-    "blockwise": (BLOCKS, ROWS),
-    "mxfp8": (MX, MX),
-    "nvfp4": (NVFP4_WEIGHTS, NVFP4),
+    "delayed": (formats.DELAYED, formats.DELAYED),
+    "tensorwise": (formats.TENSOR, formats.TENSOR),
+    "blockwise": (formats.BLOCKS, formats.ROWS),
+    "mxfp8": (formats.MX, formats.MX),
+    "nvfp4": (formats.NVFP4_WEIGHTS, formats.NVFP4),
 }
 """Maps a recipe to what shares a scale in the weights, and in activations and gradients."""
 
@@ -50,20 +40,22 @@ def read_format(
         return None
     places = [f"{at(kind)}={fields[kind]}"] if kind else []
     if custom:
-        places.append(f"{at(custom)}: what it changes is {UNKNOWN}")
+        places.append(f"{at(custom)}: what it changes is {formats.UNKNOWN}")
         names = ("weights", "activations", "gradients")
-        return Format(dict.fromkeys(names, Quantized(UNKNOWN)), (), ", ".join(places))
+        return Format(
+            dict.fromkeys(names, formats.Quantized(formats.UNKNOWN)), (), ", ".join(places)
+        )
     default = "delayed" if kind == "fp8" else "nvfp4"
     recipe = _text(fields.get(f"{kind}_recipe") or default)
     if fields.get(f"{kind}_recipe"):
         places.append(f"{at(f'{kind}_recipe')}={recipe}")
-    weights, others = _SCALINGS.get(recipe, (UNKNOWN, UNKNOWN))
+    weights, others = _SCALINGS.get(recipe, (formats.UNKNOWN, formats.UNKNOWN))
     element = _text(fields[kind])
     low, back = ("e4m3", "e5m2") if element == "hybrid" else (element, element)
     parts = {
-        "weights": Quantized(low, weights),
-        "activations": Quantized(low, others),
-        "gradients": Quantized(back, others),
+        "weights": formats.Quantized(low, weights),
+        "activations": formats.Quantized(low, others),
+        "gradients": formats.Quantized(back, others),
     }
     return Format(parts, _left_out(fields), ", ".join(places))
 

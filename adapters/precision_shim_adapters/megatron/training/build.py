@@ -7,21 +7,28 @@ optimizer, and passes a function that reads the framework's config into ``Reques
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
-from precision_shim.adapting import at_uninstall, current_settings, decide, in_force, versioned
+from precision_shim.adapting import (
+    at_uninstall,
+    current_settings,
+    decide,
+    holding,
+    in_force,
+    versioned,
+)
 from precision_shim.precision.model import TrainableDtypes
 
 from ..installed import fused_adam_support
 from ..policy.optimizer_plan import OptimizerPlan, plan_optimizer
 from ..policy.requested import InForce, RequestedConfig, what_is_in_force
-from .identity import ByIdentity
 
 
 class Build:
@@ -87,7 +94,7 @@ DIRECT = Build("megatron", RequestedConfig)
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
 """The ``Build`` in progress: set by ``building``, read by the backend's seams."""
 
-_references: ByIdentity[Build] = ByIdentity()
+_references: MutableMapping[Any, Build] = WeakIdKeyDictionary()
 """Maps a reference model's DDP config to its ``Build``; equal configs are two objects."""
 
 
@@ -109,11 +116,8 @@ def building(framework: str, read: Callable[[], RequestedConfig]) -> Iterator[Bu
         yield outer
         return
     build = Build(framework, read)
-    token = _build.set(build)
-    try:
+    with holding(_build, build):
         yield build
-    finally:
-        _build.reset(token)
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], RequestedConfig]) -> None:

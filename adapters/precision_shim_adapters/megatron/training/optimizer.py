@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from precision_shim import errors
 from precision_shim.adapting import Call, Findings, current_settings, in_force, seam, warn
-from precision_shim.errors import (
-    DtypeError,
-    InconsistentPrecisionError,
-    PrecisionShimError,
-    UnsupportedPrecisionError,
-)
 from precision_shim.precision.dtypes import name_of, read_dtype
 from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
 
@@ -35,17 +31,16 @@ from ..policy.scaler import NOT_SCALED, unscaled, with_scaler
 from .build import Build, current_build, megatron_label
 from .config_dtypes import coerce_fields
 from .ddp import compared_with
-from .identity import ByIdentity
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
 
-_told: ByIdentity[frozenset[str]] = ByIdentity()
+_told: MutableMapping[Any, frozenset[str]] = WeakIdKeyDictionary()
 """Maps an OptimizerConfig to the codes of the problems of which ``check`` has warned the user."""
 
 
 def find_noted_codes(config: Any) -> frozenset[str]:
     """The codes of an OptimizerConfig's problems that the audit omits, because ``check`` warned."""
-    return _told.get(config) or frozenset()
+    return frozenset() if config is None else _told.get(config, frozenset())
 
 
 def _note_told(config: Any, *codes: str) -> None:
@@ -77,7 +72,7 @@ def refuse_what_cannot_run(call: Call) -> Any:
     ):
         problem = fused_adam_support().problem
         if problem:
-            raise UnsupportedPrecisionError(
+            raise errors.UnsupportedPrecisionError(
                 f"{megatron_label()}: use_precision_aware_optimizer=True cannot run: {problem}. "
                 "It needs a TransformerEngine whose FusedAdam has the arguments "
                 f"{', '.join(FUSED_ADAM_ARGUMENTS)} (2.3 or newer for bf16 moments). Install "
@@ -99,11 +94,13 @@ def coerce_config(call: Call) -> Any:
     """Turn dtype names in an OptimizerConfig into dtypes, and raise an error for illegal dtypes."""
     where = megatron_label()
     check_dtypes(coerce_fields(call.instance, but=()), fused_adam_support(), where=where)
-    _refuse(need_precision_aware(vars(call.instance)), f"{where}, OptimizerConfig", DtypeError)
+    _refuse(
+        need_precision_aware(vars(call.instance)), f"{where}, OptimizerConfig", errors.DtypeError
+    )
     return call.proceed()
 
 
-def _refuse(found: Findings, where: str, error: type[PrecisionShimError]) -> None:
+def _refuse(found: Findings, where: str, error: type[errors.PrecisionShimError]) -> None:
     """Raise an error with the first problem that a rule found, whose key is a field."""
     for problem in found.problems:
         raise error(f"{where}: {problem.key}: {problem}")
@@ -133,7 +130,9 @@ def apply_plan(build: Build, *, native: bool = False) -> OptimizerPlan:
     plan = with_scaler(plan, requested, now, current_settings(), build.dtype)
     coerces = in_force(build.framework, COERCION, GROUP)
     if coerces and not requested.precision_aware_by_itself:
-        _refuse(need_precision_aware(plan.fields), f"{where}, {megatron_label()}", DtypeError)
+        _refuse(
+            need_precision_aware(plan.fields), f"{where}, {megatron_label()}", errors.DtypeError
+        )
     return plan
 
 
@@ -224,7 +223,7 @@ def check(framework: str, config: Any, model: Any) -> None:
         written_back=any(gathers) or not (live.quantized and needs_gather()),
     )
     where = framework if build is None else build.requested.where
-    _refuse(found, f"{where}, {megatron_label()}", InconsistentPrecisionError)
+    _refuse(found, f"{where}, {megatron_label()}", errors.InconsistentPrecisionError)
     if not in_force(framework, ALIGNMENT, GROUP):
         return
     told = [compared_with.get(chunk) for chunk in chunks]
@@ -235,7 +234,7 @@ def check(framework: str, config: Any, model: Any) -> None:
         "grad_reduce_in_fp32, or leave them to the shim."
     )
     if problems and current_settings().strict and not any(told):
-        raise InconsistentPrecisionError(message)
+        raise errors.InconsistentPrecisionError(message)
     if problems:
         warn(message)
 
@@ -245,7 +244,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
         return
     message = unscaled(build.requested.where, config.fp16, config.bf16)
     if current_settings().strict:
-        raise InconsistentPrecisionError(message)
+        raise errors.InconsistentPrecisionError(message)
     _note_told(config, "scaler-missing", "params-dtype")
     build.decide(SCALING, *NOT_SCALED)
     warn(message)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.adapting import Call, current_settings, decide, holding, seam, warn
 from precision_shim.scaling import SkipCounter
 from precision_shim.scaling.record import lower_tracker
 
@@ -63,7 +63,7 @@ class Account:
 
     Attributes:
         scale: the loss scale of the last step.
-        succeeds: see ``answer_skips``; ``None`` for Megatron's own return value.
+        succeeds: see ``answer_skips``; ``None`` for Megatron's return value.
     """
 
     counter: SkipCounter = field(default_factory=SkipCounter)
@@ -83,18 +83,13 @@ def _account(optimizer: Any) -> Account | None:
     return next((account for account in known if account is not None), None)
 
 
-@contextmanager
-def skipping(*, succeeds: bool) -> Iterator[None]:
+def skipping(*, succeeds: bool) -> AbstractContextManager[None]:
     """Set the success flag that a skipped step of Megatron's optimizer returns to the framework.
 
     An adapter enters ``skipping`` around its framework's step; with ``succeeds=True`` if the
     framework ends the job at a failed step. A skipped step's grad norm is always NaN.
     """
-    token = _succeeds.set(succeeds)
-    try:
-        yield
-    finally:
-        _succeeds.reset(token)
+    return holding(_succeeds, succeeds)
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
@@ -253,14 +248,12 @@ def prepare_once(call: Call) -> Any:
     if known is not None and known.parts == _parts(optimizer):
         return known.found
     scale, alone = scale_of(scalers[0]), not _in_chain.get()
-    token = _in_chain.set(True)
     try:
-        found = call.proceed()
+        with holding(_in_chain, True):
+            found = call.proceed()
     except BaseException:
         _forget(optimizer)
         raise
-    finally:
-        _in_chain.reset(token)
     _answers[optimizer] = _Answer(found, _parts(optimizer))
     if alone:
         if scale != 1.0:

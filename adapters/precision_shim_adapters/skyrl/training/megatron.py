@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, Symbol, decide, in_force, look, seam, versioned, warn
+from precision_shim.adapting import (
+    Call,
+    Symbol,
+    decide,
+    holding,
+    in_force,
+    look,
+    seam,
+    versioned,
+    warn,
+)
 from precision_shim.adapting.audit import tell_without_effect
 from precision_shim.adapting.dtypes import ALIASES, DTYPES, name_of
 
@@ -180,11 +190,8 @@ _flag: ContextVar[Any] = ContextVar("precision_shim_skyrl_flag", default=None)
 def note_flag(call: Call, bf16: Any) -> Any:
     """Pass ``bf16`` to ``follow_flag``; report the dtype, which the user's kwargs may override."""
     flag = SimpleNamespace(bf16=bool(bf16), over=None)
-    token = _flag.set(flag)
-    try:
+    with holding(_flag, flag):
         result = call.proceed()
-    finally:
-        _flag.reset(token)
     worker = call.instance
     dtype = reader.dtype_of(worker.provider, flag.bf16)
     if flag.over is not None:
@@ -229,7 +236,7 @@ def _warn_of_attention(worker: Any) -> None:
     **_HERE,
 )
 def follow_flag(call: Call) -> Any:
-    """Set a provider's dtype from ``trainer.bf16``, before SkyRL applies the user's own settings.
+    """Set a provider's dtype from ``trainer.bf16``, before SkyRL applies the user's settings.
 
     Megatron-Bridge sets the checkpoint's dtype: ``bf16=false`` has no effect on a bf16 checkpoint,
     and ``bf16=true`` contradicts an fp16 one, which with ``bf16=false`` stays fp16.

@@ -95,7 +95,7 @@ def note_scaled(call: Call, model: Any) -> Any:
 def report_to_client(call: Call, model_id: Any) -> Any:
     """Remove a skipped step's NaN grad norm from the JSON reply to a Tinker client.
 
-    In a job without loss scaling, NaN means divergence, and SkyRL's own error stays.
+    In a job without loss scaling, NaN means divergence, and SkyRL's error stays.
     """
     output = call.proceed()
     norm = output.metrics.get(_TINKERS_NORM)

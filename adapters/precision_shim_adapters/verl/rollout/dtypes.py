@@ -11,16 +11,7 @@ from typing import Any
 
 from precision_shim.adapting import Decision, versioned
 from precision_shim.adapting.dtypes import name_of, parse_dtype
-from precision_shim.adapting.rollouts import (
-    AUTO,
-    BLOCKS,
-    FP8,
-    ROWS,
-    Engine,
-    Format,
-    forward_of,
-    in_e4m3,
-)
+from precision_shim.adapting.rollouts import AUTO, FP8, Engine, Format, formats
 
 from ...agreement.lm_head import IsInForce
 from ...agreement.model_files import gates_of, resolve_by_model
@@ -31,7 +22,7 @@ from ..config import section_of as _section
 from .lm_head import read_heads
 
 _LAYERS = "override_transformer_config"
-_BLOCKWISE = Format(in_e4m3(BLOCKS, ROWS))
+_BLOCKWISE = Format(formats.in_e4m3(formats.BLOCKS, formats.ROWS))
 """What verl makes of the rollout's ``quantization=fp8``."""
 SECTIONS = ("trainer", "algorithm", "actor_rollout_ref", "distillation", "reward", "reward_model")
 """The sections of a job's config that this file reads."""
@@ -121,7 +112,7 @@ def _of_rollout(section: Mapping[str, Any], subject: str, place: str) -> Engine:
     qat, key = qat_format(section.get("qat"), f"{place}.qat"), f"{place}.quantization"
     if qat is not None:  # the section takes the actor's by an interpolation
         return replace(engine, format=qat)
-    engine = replace(engine, quantizes={forward_of(_BLOCKWISE): (key, "fp8")})
+    engine = replace(engine, quantizes={formats.forward_of(_BLOCKWISE): (key, "fp8")})
     if section.get("quantization") == "fp8":
         made = replace(_BLOCKWISE, key=f"{key}=fp8")
         return replace(engine, computes=FP8, key=key, because=made.key, format=made)

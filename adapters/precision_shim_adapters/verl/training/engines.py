@@ -5,8 +5,6 @@ Only FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,16 +41,6 @@ def on(engine: TrainingEngine) -> dict[str, Any]:
 
 IN_FP16: ContextVar[bool] = ContextVar("precision_shim_verl_in_fp16", default=False)
 """Whether the model that VeOmni or torchtitan is building will compute in float16."""
-
-
-@contextmanager
-def in_fp16() -> Iterator[None]:
-    """A context in which ``IN_FP16`` is true."""
-    token = IN_FP16.set(True)
-    try:
-        yield
-    finally:
-        IN_FP16.reset(token)
 
 
 def policy_of(module: Any) -> torch.dtype | None:

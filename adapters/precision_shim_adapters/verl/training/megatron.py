@@ -13,16 +13,7 @@ from precision_shim.adapting.dtypes import name_of, parse_dtype
 
 from ... import megatron
 from ...megatron.policy.optimizer_plan import PRECISION_AWARE_FIELDS
-from ..config import (
-    CONFIG,
-    FIELDS,
-    MEGATRON,
-    OVERRIDES,
-    of_engine,
-    read_field,
-    read_key,
-    read_requested,
-)
+from .. import config as reader
 from .native import native_dispatch
 
 PULL = "https://github.com/verl-project/verl/pull/6526"
@@ -66,14 +57,18 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return dict(self._self_overrides)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key == OVERRIDES else read_key(self.__wrapped__, key, default)
+        return (
+            self[key]
+            if key == reader.OVERRIDES
+            else reader.read_key(self.__wrapped__, key, default)
+        )
 
     def __getitem__(self, key: str) -> Any:
-        return dict(self._self_overrides) if key == OVERRIDES else self.__wrapped__[key]
+        return dict(self._self_overrides) if key == reader.OVERRIDES else self.__wrapped__[key]
 
 
 @seam(
-    CONFIG,
+    reader.CONFIG,
     megatron.DISPATCH,
     group="megatron",
     why="the one function that makes verl's OptimizerConfig, for actor and critic",
@@ -83,7 +78,7 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     native=native_dispatch,
 )
 @seam(
-    CONFIG,
+    reader.CONFIG,
     "dtype-coercion",
     group="megatron",
     why="override_optimizer_config reaches Megatron as YAML wrote it, strings included",
@@ -92,7 +87,7 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     relies_on=("override_optimizer_config",),
 )
 @seam(
-    CONFIG,
+    reader.CONFIG,
     megatron.SCALING,
     group="megatron",
     why="its override merge is the one way to fields that verl's fp16 branch sets",
@@ -115,9 +110,10 @@ def configure(
     if build is None:
         distributed = bool(use_distributed_optimizer)
         build = megatron.Build(
-            "verl", lambda: read_requested(optim_config, declared=flagged, distributed=distributed)
+            "verl",
+            lambda: reader.read_requested(optim_config, declared=flagged, distributed=distributed),
         )
-    native = native_dispatch(look(CONFIG), current_settings()) is not None
+    native = native_dispatch(look(reader.CONFIG), current_settings()) is not None
     plan = megatron.apply_plan(build, native=native)
     if plan.fields:
         call.arguments["optim_config"] = _WithOverrides(optim_config, plan.fields)
@@ -133,7 +129,7 @@ def configure(
 
 
 @seam(
-    FIELDS,
+    reader.FIELDS,
     megatron.DISPATCH,
     group="megatron",
     why="brings the fields of verl 0.9's opt-in to versions whose config lacks them",
@@ -146,7 +142,7 @@ def configure(
 def accept_fields(call: Call) -> Any:
     """Accept verl 0.9's fields for the states' dtypes if verl's dataclass lacks them."""
     extra = {
-        key: read_field(key, call.arguments.pop(key))
+        key: reader.read_field(key, call.arguments.pop(key))
         for key in PRECISION_AWARE_FIELDS
         if key in call.arguments
     }
@@ -158,7 +154,7 @@ def accept_fields(call: Call) -> Any:
 
 
 @seam(
-    FIELDS,
+    reader.FIELDS,
     "dtype-coercion",
     group="megatron",
     why="verl's fields know five spellings; the others end in an AssertionError",
@@ -170,7 +166,7 @@ def spell_fields(call: Call) -> Any:
     """Replace dtype names in the fields for the states' dtypes by spellings that verl accepts."""
     aware = megatron.PRECISION_AWARE
     if aware in call.arguments:
-        call.arguments[aware] = read_field(aware, call.arguments[aware])
+        call.arguments[aware] = reader.read_field(aware, call.arguments[aware])
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value
@@ -180,7 +176,7 @@ def spell_fields(call: Call) -> Any:
 
 
 @seam(
-    f"{MEGATRON}.initialize",
+    f"{reader.MEGATRON}.initialize",
     megatron.BUILDING,
     group="megatron",
     why="the engine around both decisions; knows dtype, optimizer and DDP config",
@@ -190,7 +186,7 @@ def spell_fields(call: Call) -> Any:
 )
 def engine_build(call: Call) -> Any:
     """Record that an engine builds its model and optimizer; each worker builds only once."""
-    with megatron.building("verl", lambda: of_engine(call.instance)):
+    with megatron.building("verl", lambda: reader.of_engine(call.instance)):
         return call.proceed()
 
 
@@ -214,17 +210,17 @@ def engine_build(call: Call) -> Any:
 def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
     """Record that a worker of verl 0.7.1 builds a model."""
     worker = call.instance
-    actor = read_key(worker.config, "actor")
+    actor = reader.read_key(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
 
     with megatron.building(
         "verl",
-        lambda: read_requested(
+        lambda: reader.read_requested(
             optim_config,
             override_ddp_config,
             subject="critic" if actor is None else "actor",
             declared=getattr(worker, "dtype", None),
-            distributed=bool(read_key(config, "use_distributed_optimizer", True)),
+            distributed=bool(reader.read_key(config, "use_distributed_optimizer", True)),
         ),
     ):
         return call.proceed()
@@ -249,7 +245,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
     """Record that a model is being built, unless an engine or worker already recorded this."""
-    with megatron.building("verl", lambda: read_requested(None, override_ddp_config)):
+    with megatron.building("verl", lambda: reader.read_requested(None, override_ddp_config)):
         return call.proceed()
 
 
@@ -267,7 +263,7 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
 
 
 NATIVE = Seam(
-    target=f"{MEGATRON}._resolve_override_ddp_config",
+    target=f"{reader.MEGATRON}._resolve_override_ddp_config",
     feature=megatron.ALIGNMENT,
     wrapper=None,
     group="native",

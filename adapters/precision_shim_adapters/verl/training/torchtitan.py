@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import Call, in_force, seam, versioned, warn
+from precision_shim.adapting import Call, holding, in_force, seam, versioned, warn
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ...frameworks import TITAN_PRETRAINING, TORCHTITAN
 from ...torch_fp16 import FEATURE
 from ..config import TITAN, is_fp16
-from .engines import IN_FP16, in_fp16, on
+from .engines import IN_FP16, on
 from .fsdp import optimizers_of
 
 
@@ -39,7 +39,7 @@ def build(call: Call, engine_config: Any) -> Any:
             "are not in force. Take torchtitan into PRECISION_SHIM_FRAMEWORKS, or train in "
             "bfloat16."
         )
-    with in_fp16():
+    with holding(IN_FP16, True):
         result = call.proceed()
     from verl.utils.device import get_device_name
 

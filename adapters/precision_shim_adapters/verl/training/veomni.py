@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, seam
+from precision_shim.adapting import Call, holding, seam
 
 from ..config import VEOMNI, is_fp16, of_section
-from .engines import IN_FP16, in_fp16, on, scale
+from .engines import IN_FP16, on, scale
 from .fsdp import inside
 
 
@@ -39,7 +39,7 @@ def build(call: Call) -> Any:
     if not is_fp16(engine.engine_config.dtype):
         return call.proceed()
     of_section(engine.engine_config, "engine_config").check_fp16()
-    with in_fp16():
+    with holding(IN_FP16, True):
         result = call.proceed()
     engine._autocast_dtype = torch.float16
     parts = inside(engine.optimizer)

@@ -5,48 +5,21 @@ or ``ray job submit`` sets (Ray raises an error for a key in both). A setup hook
 this package, and Ray accepts only one. ``seams`` would take 200 ms in each agent and worker.
 """
 
-import functools
 import json
 import os
 import sys
 
-from ..finders import Watcher
 from ..names import VARIABLE
+from ..wrapping import Wrapping
 from . import variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Callable
     from typing import Any
 
 _MODULE = "ray._private.worker"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-_watcher: "Watcher | None" = None
-_original: "Any" = None
-_ours: "Any" = None
-
-
-def enter() -> None:
-    """Wrap ``ray.init``, now or when Ray is imported; a second call does nothing."""
-    global _watcher
-    if _watcher is not None:
-        return
-    _watcher = Watcher(lambda name: _wrap(sys.modules[name]))
-    _watcher.watch([_MODULE])
-    module = sys.modules.get(_MODULE)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        _wrap(module)
-
-
-def leave() -> None:
-    """Restore ``ray.init``; if another tool wrapped our wrapper, ours calls only ``ray.init``."""
-    global _watcher, _original, _ours
-    if _watcher is not None:
-        _watcher.remove()
-        _watcher = None
-    if _ours is not None:
-        _replace(_ours, _original)
-        _original = _ours = None
 
 
 def came_first() -> bool:
@@ -62,25 +35,11 @@ def came_first() -> bool:
     return VARIABLE not in {**os.environ, **(given.get("env_vars") or {})}
 
 
-def _wrap(module: "ModuleType") -> None:
-    global _original, _ours
-    original = getattr(module, "init", None)
-    if original is None or _ours is not None:
-        return
-
-    @functools.wraps(original)
+def _wrapper(_: str, original: "Any") -> "Callable[..., Any]":
     def init(*args: "Any", **kwargs: "Any") -> "Any":
-        return original(*args, **(_with_variables(kwargs) if _ours is init else kwargs))
+        return original(*args, **(_with_variables(kwargs) if _wrapping.on else kwargs))
 
-    _original, _ours = original, init
-    _replace(original, init)
-
-
-def _replace(before: "Any", now: "Any") -> None:
-    for name in (_MODULE, "ray"):  # ray/__init__.py has a copy of init
-        module = sys.modules.get(name)
-        if module is not None and vars(module).get("init") is before:
-            setattr(module, "init", now)  # noqa: B010  (mypy would reject module.init = now)
+    return init
 
 
 def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
@@ -106,3 +65,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
             'runtime_env["env_vars"] yourself.'
         )
         return kwargs
+
+
+_wrapping = Wrapping([f"{_MODULE}:init", "ray:init"], _wrapper)
+enter, leave = _wrapping.enter, _wrapping.leave
