@@ -19,8 +19,6 @@ from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 from precision_shim.reporting.text import refusals
 from precision_shim.seams import check
 
-__all__ = ["PredictedFeatures", "as_dict", "predict_seams", "predict_status"]
-
 
 class PredictedFeatures:
     """Predicts which features would be in force in processes with these settings of the shim."""

@@ -13,8 +13,6 @@ from .layout import CheckpointPart
 from .tensors import reading
 from .units import kind_of, read_unit
 
-__all__ = ["read_units", "search"]
-
 _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 
 _DEPTH = 5

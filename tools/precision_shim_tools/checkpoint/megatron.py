@@ -1,7 +1,7 @@
 """Predict how a job would resume a Megatron checkpoint, with and without the shim's load seams.
 
 With the shim in force, the rules are those of the seams in ``megatron.checkpoints``. Without the
-shim, the prediction follows Megatron's own treatment of the stored dtypes.
+shim, the prediction follows Megatron's treatment of the stored dtypes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters.common.megatron_keys import KEEPING, KEYED, OFFLOADED
 from precision_shim_adapters.megatron.checkpoints import cpu_offload
 from precision_shim_adapters.megatron.installed import fused_adam_support
-from precision_shim_adapters.megatron.policy.groups import (
-    RATES_SINCE,
-    identifiers,
-    merged,
-    named,
-    restored,
-)
+from precision_shim_adapters.megatron.policy import groups
 from precision_shim_adapters.megatron.policy.legality import REMAINDERS_SINCE, release
 from precision_shim_adapters.megatron.policy.optimizer_plan import plan_optimizer
 from precision_shim_adapters.megatron.policy.requested import (
@@ -99,7 +93,7 @@ def assume_fields(part: CheckpointPart, here: Here) -> tuple[dict[str, Any], dic
 
 
 def assume_requested(part: CheckpointPart, here: Here, where: str, subject: str) -> RequestedConfig:
-    """Derive the ``RequestedConfig`` of a resuming job whose config has Megatron's own field names.
+    """Derive the ``RequestedConfig`` of a resuming job whose config has Megatron's field names.
 
     ``where`` is framework and config key, for messages.
     """
@@ -179,7 +173,7 @@ def predict_resume(
 
 
 def predict_by_flags(part: CheckpointPart, here: Here) -> Outcome:
-    """Predict how a trainer with Megatron's own flags would resume a checkpoint."""
+    """Predict how a trainer with Megatron's flags would resume a checkpoint."""
     framework = part.framework
     requested = assume_requested(part, here, f"{framework}, flags", part.subject or "actor")
     return predict_resume(framework, part, here, requested)
@@ -336,7 +330,7 @@ def _judge_groups(
     part: CheckpointPart, here: Here, core: tuple[int, ...], shimmed: bool
 ) -> Outcome | str:
     """The outcome if groups are not found or get others' settings; else what "exact" rests on."""
-    keys, config, told = identifiers(core), here.config or {}, ""
+    keys, config, told = groups.identifiers(core), here.config or {}, ""
     unlike: dict[str, Any] = {}
     for saved in part.groups:
         live = []
@@ -347,18 +341,18 @@ def _judge_groups(
             if not own:
                 unlike |= {key: group.get(name) for key, name in fields.items()}
         unlike = {key: rate for key, rate in unlike.items() if config.get(key) != rate}
-        differing = ", ".join(merged(saved, keys))
-        if shimmed and None in restored(live, saved, keys):
+        differing = ", ".join(groups.merged(saved, keys))
+        if shimmed and None in groups.restored(live, saved, keys):
             return Outcome("refused", f"the job's groups have other {differing} than those saved")
-        known = {named(group, keys) for group in saved}
-        if any(named(group, keys) not in known for group in live):
+        known = {groups.named(group, keys) for group in saved}
+        if any(groups.named(group, keys) not in known for group in live):
             why = "Megatron finds a group by its learning rates: the load ends in a KeyError"
             return Outcome("fails", why, _written(unlike) or "the saved decoupled rates")
         if differing and not shimmed:
             why = f"Megatron does not tell its parameter groups apart by {differing}"
             return Outcome("misread", f"{why}: all would get the settings of the last")
         told += f", if the job's groups have the saved {differing}" if differing else ""
-    if unlike and core < RATES_SINCE:
+    if unlike and core < groups.RATES_SINCE:
         return f"{told}, with the saved {_written(unlike)} whatever the job's config says"
     return f"{told}, if the job has {_written(unlike)} (else: a KeyError)" if unlike else told
 
@@ -377,7 +371,7 @@ def _go_on(part: CheckpointPart, live: Live, told: str) -> Outcome:
 
 
 def _scaler(part: CheckpointPart, live: Live) -> Outcome | None:
-    """The outcome for Megatron's own scaler; ``None`` if it continues from the checkpoint."""
+    """The outcome for Megatron's scaler; ``None`` if it continues from the checkpoint."""
     if live.params != "fp16":
         return None
     if part.scaler.state == "damaged":

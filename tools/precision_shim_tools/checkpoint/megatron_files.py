@@ -13,12 +13,7 @@ from typing import Any
 
 from precision_shim.files.metadata import dtype_name
 from precision_shim.files.pickles import dicts_in
-from precision_shim_adapters.common.megatron_keys import (
-    DTYPES_IN_KEY,
-    OFFLOADED,
-    is_master,
-    is_optimizers,
-)
+from precision_shim_adapters.common import megatron_keys
 
 from .layout import MOMENTS, CheckpointPart
 from .tensors import Archive
@@ -35,7 +30,9 @@ def fill_part(unit: Unit, part: CheckpointPart) -> None:
         part.add(_component_of(key), tensor)
         if key.endswith(".master_param"):
             part.facts["stepped"] = True
-        dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
+        dtypes = (
+            megatron_keys.DTYPES_IN_KEY.search(key) if megatron_keys.is_optimizers(key) else None
+        )
         if dtypes is not None:
             _note_dtypes(part, *dtypes.groups())
     for archive in unit.common:
@@ -44,24 +41,26 @@ def fill_part(unit: Unit, part: CheckpointPart) -> None:
         _take_settings(archive, part, common=True)
     for key, make in unit.objects.items():
         last = key.rpartition(".")[2].partition("/")[0]
-        if is_optimizers(key) and last == "param_state":
+        if megatron_keys.is_optimizers(key) and last == "param_state":
             _take_gathered(make(), part)
-        elif is_optimizers(key) and last in ("optimizer", "grad_scaler"):
+        elif megatron_keys.is_optimizers(key) and last in ("optimizer", "grad_scaler"):
             _take_settings(make(), part, common=False)
 
 
 def _component_of(key: str) -> str:
-    if not is_optimizers(key):
+    if not megatron_keys.is_optimizers(key):
         weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
         return "params" if weights else "other"
     match = _STATE.search(key)
     if match is not None:
         return _COMPONENT[match[1]]
-    return "master" if is_master(key) else "other"  # keys of one sharding type end in ".param"
+    return (
+        "master" if megatron_keys.is_master(key) else "other"
+    )  # keys of one sharding type end in ".param"
 
 
 def _sharding_of(tree: Any) -> str | None:
-    """Return the optimizer's own sharding type, or else that of the checkpoint's metadata."""
+    """Return the optimizer's sharding type, or else that of the checkpoint's metadata."""
     for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
         for found in dicts_in(tree):
             if isinstance(sharding := found.get(name), str):
@@ -76,8 +75,8 @@ def _take_settings(archive: Archive, part: CheckpointPart, *, common: bool) -> N
             part.groups.append([group for group in groups if isinstance(group, dict)])
         if isinstance(found.get("betas"), (tuple, list)):
             part.facts["adam_beta2"] = float(found["betas"][1])
-        if OFFLOADED in found:
-            part.facts[OFFLOADED] = float(found[OFFLOADED])
+        if megatron_keys.OFFLOADED in found:
+            part.facts[megatron_keys.OFFLOADED] = float(found[megatron_keys.OFFLOADED])
             part.facts["counted"] = part.facts.get("counted", True) and "step" in found
             if common and isinstance(archive.tree, dict):
                 part.facts["names_classes"] = True

@@ -23,8 +23,6 @@ from precision_shim.process.versions import version_of
 from ..predicted import PredictedFeatures
 from .layout import CheckpointPart, Outcome, halves
 
-__all__ = ["Here", "only_framework", "predict_resume", "remedy"]
-
 
 @dataclass(frozen=True)
 class Here:

@@ -25,8 +25,6 @@ from .tensors import Tensor
 from .units import Unit, read_unit
 from .unknown import find_unknown, is_state
 
-__all__ = ["read_parts"]
-
 _RECORD_KEY = "precision_shim_scaler"
 
 
@@ -147,7 +145,7 @@ _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
 def _judge_native(part: CheckpointPart) -> Scaler:
-    """Check the framework's own scaler records, one for each chained optimizer."""
+    """Check the framework's scaler records, one for each chained optimizer."""
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)

@@ -11,8 +11,6 @@ from .layout import COMPONENTS, CheckpointPart, Outcome
 from .prediction import Here, only_framework, predict_resume, remedy
 from .reading import read_parts
 
-__all__ = ["Examined", "examine"]
-
 _SETTLED = ("exact", "not here", "not known")
 """The verdicts that no setting changes."""
 

@@ -19,8 +19,6 @@ from precision_shim.errors import CheckpointUnreadableError
 from precision_shim.files.metadata import dtype_name
 from precision_shim.files.pickles import Made, read_pickle
 
-__all__ = ["Archive", "Tensor", "reading"]
-
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:

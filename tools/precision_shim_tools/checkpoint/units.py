@@ -24,8 +24,6 @@ from precision_shim.files.safetensors import read_header
 
 from .tensors import Archive, Tensor, reading
 
-__all__ = ["Unit", "kind_of", "read_unit"]
-
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
 """Key of Megatron's common state in ``.metadata`` since megatron-core 0.19; earlier versions write

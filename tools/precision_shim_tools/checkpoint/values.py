@@ -11,8 +11,6 @@ from precision_shim.precision.remainders import looks_like_remainders, rounds_ex
 
 from .tensors import Tensor
 
-__all__ = ["are_bf16", "are_numbers", "samples"]
-
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of which values are read."""
 

@@ -11,8 +11,6 @@ import threading
 import time
 from typing import TextIO
 
-__all__ = ["READER_GONE", "Progress", "fitted", "show", "write"]
-
 READER_GONE = 141
 """Exit status, as of SIGPIPE in a shell, if the program that reads the output has ended."""
 

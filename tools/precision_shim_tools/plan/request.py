@@ -122,7 +122,7 @@ def read_request(
 NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
 
 
-def _without_effect(wrote: Sequence[Written], model: ModelPlan, where: str) -> Findings:
+def _find_idle_keys(wrote: Sequence[Written], model: ModelPlan, where: str) -> Findings:
     """Find the dtypes that the user wrote and that the planned model does not have."""
     # It imports torch, and --help must not wait for that.
     from precision_shim.precision.effect import COMPUTES, REDUCES, without_effect
@@ -167,7 +167,7 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             where = f"{request.framework} {request.version or ''}".strip()
             if job.in_force("audit", ""):  # which says it in the worker
                 told = {fault.key for fault in faults}
-                found = _without_effect(plannable.wrote, model, where)
+                found = _find_idle_keys(plannable.wrote, model, where)
                 problems += (one for one in found.problems if one.key not in told)
                 models[-1] = replace(model, notes=(*model.notes, *found.notes))
     # The rollout's check and the model's reader refuse the same value of the same key.

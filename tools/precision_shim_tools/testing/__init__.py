@@ -2,9 +2,9 @@
 
 Frameworks and Megatron-core are real, and so is the optimizers' arithmetic. Only code that needs a
 GPU is replaced, and the docstring of each replacement lists its differences from the original. A
-passing test has run the framework's own code, but no CUDA kernel.
+passing test has run the framework's code, but no CUDA kernel.
 
-This example trains a tiny GPT with Megatron's own DDP and precision-aware DistributedOptimizer, on
+This example trains a tiny GPT with Megatron's DDP and precision-aware DistributedOptimizer, on
 any laptop with torch and megatron-core::
 
     from precision_shim.testing import (

@@ -16,13 +16,7 @@ import torch
 from precision_shim.precision.releases import release
 from precision_shim.precision.remainders import join_master, split_master
 
-from .releases import (
-    DEFAULT_VERSION,
-    EMPTY_GROUPS_COUNT_SINCE,
-    OLDEST,
-    PARAM_REMAINDERS_SINCE,
-    check_arguments,
-)
+from . import releases
 from .states import StoredStates
 
 __all__ = ["FusedAdam", "FusedSGD", "fused_adam_for", "join_master", "split_master"]
@@ -49,7 +43,7 @@ class FusedAdam(StoredStates):
     * Speed and memory are not those of the CUDA kernels: temporary fp32 tensors are made for one
       parameter at a time, not for a group.
     * The last bit of an update may differ, because a GPU compiler may contract ``a * b + c``.
-    * ``capturable=True`` raises an error after TransformerEngine's own checks.
+    * ``capturable=True`` raises an error after TransformerEngine's checks.
     * Sparse gradients and parameters of other dtypes than fp32, fp16 and bf16 raise no error.
     * fp8 *parameters* (``Float8Tensor`` and its relatives) and DTensor states are not supported.
     * fp8 *moments* never contain a transposed copy.
@@ -60,7 +54,7 @@ class FusedAdam(StoredStates):
     """
 
     __precision_shim_stand_in__ = True
-    te_version: str = DEFAULT_VERSION
+    te_version: str = releases.DEFAULT_VERSION
 
     def __init__(  # noqa: PLR0917 - TransformerEngine's signature
         self,
@@ -85,7 +79,7 @@ class FusedAdam(StoredStates):
         if amsgrad:
             raise RuntimeError("FusedAdam (stand-in): AMSGrad is not supported.")
         master = master_weight_dtype if master_weights else None
-        check_arguments(
+        releases.check_arguments(
             self.te_version,
             master,
             exp_avg_dtype,
@@ -148,7 +142,7 @@ class FusedAdam(StoredStates):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if group["params"] or release(self.te_version) >= EMPTY_GROUPS_COUNT_SINCE:
+            if group["params"] or release(self.te_version) >= releases.EMPTY_GROUPS_COUNT_SINCE:
                 group["step"] = group.get("step", 0) + 1
             if group["params"]:
                 self._step_group(group)
@@ -256,11 +250,11 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
     Raises:
         ValueError: ``version`` is not a version, or is older than 1.13.
     """
-    if release(version) < OLDEST:
+    if release(version) < releases.OLDEST:
         raise ValueError(f"no stand-in for TransformerEngine {version}: known from 1.13 on")
-    if version == DEFAULT_VERSION:
+    if version == releases.DEFAULT_VERSION:
         return FusedAdam
-    has_remainders = release(version) >= PARAM_REMAINDERS_SINCE
+    has_remainders = release(version) >= releases.PARAM_REMAINDERS_SINCE
     base = FusedAdam if has_remainders else _FusedAdamWithoutRemainders
     return type("FusedAdam", (base,), {"te_version": version, "__doc__": base.__doc__})
 

@@ -21,7 +21,7 @@ _FUSED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "qkv", "c_attn"),
     "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "c_fc"),
 }
-_CANONICAL = {
+_SEPARATE = {
     "linear_q": ("q_proj",),
     "linear_k": ("k_proj",),
     "linear_v": ("v_proj",),
@@ -41,7 +41,7 @@ _BOTH = {
     "router": ("gate", "router"),
 }
 """Each maps Megatron's modules to the matrices in them, in Hugging Face's names."""
-_DEFAULT = (*_FUSED, *_CANONICAL, "linear_proj", "linear_fc2")
+_DEFAULT = (*_FUSED, *_SEPARATE, "linear_proj", "linear_fc2")
 _NOT_PARALLEL = ("router", "linear_q_down_proj", "linear_kv_down_proj")
 """Modules that an empty list of targets, which stands for parallel layers, does not include."""
 
@@ -60,7 +60,7 @@ def adapted(model: Model, asked: Mapping[str, Any], sizes: Sizes, where: str) ->
             f"{where}: the size of {kind} adapters is not known here; planned are lora and "
             "canonical_lora. Plan the job with one of these."
         )
-    table = {**_BOTH, **(_FUSED if kind == "lora" else _CANONICAL)}
+    table = {**_BOTH, **(_FUSED if kind == "lora" else _SEPARATE)}
     if model.number("kv_lora_rank"):  # latent attention has no module with all three matrices
         table |= {"linear_qkv": (), "linear_q_proj": ("q_proj",)}
     found: dict[tuple[str, str], list[int]] = {}

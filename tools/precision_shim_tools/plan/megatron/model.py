@@ -68,7 +68,7 @@ class MegatronModel:
         model: names and shapes.
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
-        bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
+        bucket_in_fp32: the framework's value of ``grad_reduce_in_fp32``.
         frozen_routers: whether the routers of experts are not trained.
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
@@ -340,7 +340,7 @@ def _illegal_fields(asked: MegatronModel, *, coerces: bool) -> Iterator[Problem]
         (asked.buckets, asked.bucket_key.replace(_BUCKET, "{}"), (DDP,)),
         (asked.layers, asked.layers_key, config_dtypes.MODEL),
     ):
-        if targets is not config_dtypes.MODEL:  # a framework's own models may have further fields
+        if targets is not config_dtypes.MODEL:  # a framework's models may have further fields
             whose = f"Megatron's {targets[0].rpartition(':')[2]}"
             yield from unknown_keys(written, fields_of(targets[0]), asked.subject, key, whose)
         if coerces:
@@ -368,7 +368,7 @@ def misplaced(
 ) -> Iterator[Problem]:
     """Yield keys for the layers that set precision in another config, or misspelt dtype fields.
 
-    ``{}`` in the keys of the three sections stands for a field's name. A framework's own models may
+    ``{}`` in the keys of the three sections stands for a field's name. A framework's models may
     have further fields, so other unknown keys are left to the framework.
     """
     known = {name for target in _LAYERS for name in fields_of(target)}
