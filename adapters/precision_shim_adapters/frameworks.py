@@ -25,7 +25,7 @@ MEGATRON_PATHS = {
     "megatron offloaded states": "Megatron (resume of an offloaded optimizer)",
     "audit": "Megatron's optimizers",
 }
-"""Names for users of the groups on Megatron's own functions, besides an adapter's own groups."""
+"""Names for users of the groups on Megatron's functions, besides an adapter's groups."""
 
 MEGATRON = Backend(
     config=Config(
@@ -74,7 +74,7 @@ MEGATRON = Backend(
 BACKENDS = (MEGATRON,)
 
 FLAGS_RESUME = "precision_shim_tools.checkpoint.megatron:predict_by_flags"
-"""Predicts how a trainer with Megatron's own flags resumes."""
+"""Predicts how a trainer with Megatron's flags resumes."""
 
 
 def _ours(framework: str, **facts: "Any") -> Adapter:

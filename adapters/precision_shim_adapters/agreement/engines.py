@@ -95,7 +95,7 @@ def refusal_of_fp16(backend: str, model_type: str) -> str:
 def gate_dtype(backend: str, config: Mapping[str, Any]) -> str:
     """Canonical name of the dtype of a router's logits in an engine's code for a model.
 
-    ``"model"`` stands for the model's own dtype; empty if the installed source does not tell.
+    ``"model"`` stands for the model's dtype; empty if the installed source does not tell.
     """
     try:
         (kind,) = config["architectures"]

@@ -172,7 +172,7 @@ def compute_in_fp32(model: torch.nn.Module, where: str) -> None:
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     if getattr(type(head), "forward", None) is not torch.nn.Linear.forward:
-        # The shim must not replace a subclass's own ``forward``, such as a quantised layer's.
+        # The shim must not replace a subclass's ``forward``, such as a quantised layer's.
         raise UnsupportedPrecisionError(
             f"{where}: {SETTING}: the LM head of {type(model).__name__} is a "
             f"{type(head).__name__}, and the shim computes only a torch.nn.Linear in fp32. Unset "

@@ -43,7 +43,7 @@ Groups = list[tuple[Mapping[str, Any], str]]
 def engines(name: str, args: Any, groups: Groups) -> tuple[Engine, list[Engine]]:
     """Read the trainer and the rollout's groups of servers from a trainer's namespace of flags."""
     computes = "fp16" if args.fp16 else "bf16"  # as both trainers, which set bf16 without fp16
-    others = [_rollout(name, args, own, place) for own, place in groups]
+    others = [_rollout(name, args, overrides, place) for overrides, place in groups]
     trainer = Engine("actor", computes, f"--{computes}", format=_format(args))
     return trainer, list(dict.fromkeys(others))
 
@@ -55,21 +55,21 @@ def _format(args: Any) -> Format | None:
     return read_format(given, "--{}", _CALLED)
 
 
-def _rollout(name: str, args: Any, own: Mapping[str, Any], place: str) -> Engine:
-    flags = {field: value for field, value in _given(args).items() if field not in own}
+def _rollout(name: str, args: Any, overrides: Mapping[str, Any], place: str) -> Engine:
+    flags = {field: value for field, value in _given(args).items() if field not in overrides}
     value, key, because = flags.get("dtype"), f"{_FLAGS}-dtype", ""
-    if "dtype" in own:
-        value, key = own["dtype"], f"{place}.dtype"
+    if "dtype" in overrides:
+        value, key = overrides["dtype"], f"{place}.dtype"
     elif args.fp16:
         value, because = "float16", f"--fp16, with which {name} starts SGLang in float16"
     if args.rollout_external:
         because = f"{because or key}, if the {_EXTERNAL} were started so"
-    follows = not (args.rollout_external or "dtype" in own)
+    follows = not (args.rollout_external or "dtype" in overrides)
     engine = Engine("rollout", ALIASES.get(str(value), AUTO), key, value, because, follows=follows)
-    path = str(own.get("model_path", args.hf_checkpoint))
+    path = str(overrides.get("model_path", args.hf_checkpoint))
     engine = resolve_by_model(engine, "sglang", path)
     engine = with_rounded(engine, {"quantization": quantised(path)}, f"{path}/config.json")
-    return with_rounded(with_rounded(engine, flags, _FLAGS, "sglang"), own, place, "sglang")
+    return with_rounded(with_rounded(engine, flags, _FLAGS, "sglang"), overrides, place, "sglang")
 
 
 def _gates(args: Any, trainer: Engine, others: list[Engine]) -> tuple[Gate, ...]:
@@ -121,9 +121,9 @@ def heads(name: str, args: Any, groups: Groups) -> list[Head]:
     found = [native or lm_head.of_trainer("actor", vars(args), "args", refusal)]
     if args.rollout_external:
         return [*found, Head("rollout", refusal=f"{_EXTERNAL} keep their LM head")]
-    for own, place in groups:
-        at = place if "enable_fp32_lm_head" in own else _FLAGS
-        found.append(lm_head.of_rollout("sglang", {**_given(args), **own}, at))
+    for overrides, place in groups:
+        at = place if "enable_fp32_lm_head" in overrides else _FLAGS
+        found.append(lm_head.of_rollout("sglang", {**_given(args), **overrides}, at))
     return found
 
 
@@ -175,9 +175,9 @@ def seams(name: str) -> tuple[Seam, ...]:
         Raises:
             DtypeError: the name is unknown.
         """
-        own = call.instance.overrides
-        if own and own.get("dtype") is not None:
-            own["dtype"] = read_name("overrides.dtype", own["dtype"])
+        overrides = call.instance.overrides
+        if overrides and overrides.get("dtype") is not None:
+            overrides["dtype"] = read_name("overrides.dtype", overrides["dtype"])
         return call.proceed()
 
     @seam(

@@ -55,4 +55,4 @@ SEAMS = collect(
     overflow,
     seams,
 )
-"""The seams on Megatron's own functions; an adapter passes ``SEAMS`` to ``collect``."""
+"""The seams on Megatron's functions; an adapter passes ``SEAMS`` to ``collect``."""

@@ -31,7 +31,7 @@ NEED_MASTERS = (
     "enable_witness",
     "save_local_weight_checksum",
 )
-"""Flags of miles with which miles reads Megatron's own fp32 masters."""
+"""Flags of miles with which miles reads Megatron's fp32 masters."""
 
 _ON_DISK = "stream_optimizer_state_moment_dtype"
 """Flag of miles: the moments' dtype on the disk to which miles streams the optimizer's state."""

@@ -113,7 +113,7 @@ def step(call: Call) -> Any:
     relies_on=("_log_callback",),
 )
 def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
-    """Add the loss scale and the number of skipped steps to ms-swift's own training metrics."""
+    """Add the loss scale and the number of skipped steps to ms-swift's training metrics."""
     if not prefix:
         call.arguments["logs"] = {**logs, **megatron.metrics(call.instance.optimizer)}
     return call.proceed()

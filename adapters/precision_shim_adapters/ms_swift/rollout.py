@@ -41,7 +41,7 @@ def _engine(group: str, config: dict[str, Any]) -> Engine:
 
 
 def _trainer(args: Any) -> Engine | None:
-    """Read the trainer from the driver's own arguments; ``None`` if they name no dtype."""
+    """Read the trainer from the driver's arguments; ``None`` if they name no dtype."""
     dtype = getattr(args, "torch_dtype", None)
     if dtype is None:
         return None

@@ -1,7 +1,7 @@
 """The dtypes in which a NeMo-RL job's policy, rollout and teacher compute.
 
 Only the key of SGLang's dtype may be absent. The reference model is the policy itself with other
-weights. Megatron's own rollout (``backend: megatron``) and the teachers of
+weights. Megatron's rollout (``backend: megatron``) and the teachers of
 ``on_policy_distillation`` use the policy's config.
 """
 

@@ -2,7 +2,7 @@
 
 ROLL never sets ``grad_scale_func``, so Megatron divides the gradients by a loss scale by which no
 loss was multiplied. ROLL's offload packs all states of an optimizer into one buffer of one dtype,
-so they stay fp32. mcore_adapter's own trainer, which scales the loss, is not patched.
+so they stay fp32. mcore_adapter's trainer, which scales the loss, is not patched.
 Delete this module when ROLL scales its loss on Megatron, and accepts and reports a skipped step.
 """
 

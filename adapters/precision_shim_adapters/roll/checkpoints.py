@@ -18,5 +18,5 @@ def has_states(directory: str | Path) -> bool:
         with file_name.open("rb") as file:
             _, entries = read_metadata(file, str(file_name))
     except (OSError, CheckpointUnreadableError):
-        return False  # ROLL's own load raises an error for an unreadable checkpoint
+        return False  # ROLL's load raises an error for an unreadable checkpoint
     return any(key.startswith("optimizer.state.") for key in entries)

@@ -50,7 +50,7 @@ def make(call: Call, model_provider: Any) -> Any:
     call.arguments["model_provider"] = _loading_fp32(model_provider)
     result = call.proceed()
     strategy = call.instance
-    if type(strategy.scaler) is ShardedGradScaler:  # keep a user's own subclass
+    if type(strategy.scaler) is ShardedGradScaler:  # keep a user's subclass
         training = ScaledTraining.make(
             "roll",
             strategy.worker_config.name,

@@ -171,18 +171,18 @@ def read_lora(trainer: Any, role: str) -> dict[str, Any]:
     Only policy and critic have adapters; the critic is on FSDP.
     """
     section = getattr(trainer, role)
-    own: Any = getattr(section.model, "lora", None)
-    if role == "ref" or own is None or not own.rank:
+    lora: Any = getattr(section.model, "lora", None)
+    if role == "ref" or lora is None or not lora.rank:
         return {}
-    targets = own.target_modules
+    targets = lora.target_modules
     if trainer.strategy != "megatron" or role == "critic":
-        modules = {"target_modules": targets, "exclude_modules": own.exclude_modules}
-        return {"r": own.rank, "task_type": "CAUSAL_LM", **modules}
+        modules = {"target_modules": targets, "exclude_modules": lora.exclude_modules}
+        return {"r": lora.rank, "task_type": "CAUSAL_LM", **modules}
     bridged = section.megatron_config.lora_config
     if targets == "all-linear":
         gated = "gdn_in_proj_lora_is_safe" in look(f"{_WORKER}.configure_lora").names  # since 0.4
         targets = (*_LINEAR, *(("in_proj", "out_proj") if gated else ()))
-    return {**vars(bridged), **vars(own), "type": bridged.lora_type, "target_modules": targets}
+    return {**vars(bridged), **vars(lora), "type": bridged.lora_type, "target_modules": targets}
 
 
 def _requested(optim_config: Any, kwargs: Any) -> RequestedConfig:
@@ -273,8 +273,8 @@ def predict_provider(
     if in_force(DISPATCH, GROUP):
         obey(provider, bool(trainer.bf16))
     vars(provider).update({key: written[key] for key in ("fp16", "bf16") if key in written})
-    own = parse_dtype(str(written.get("params_dtype")))
-    provider.params_dtype = own or provider.params_dtype
+    asked = parse_dtype(str(written.get("params_dtype")))
+    provider.params_dtype = asked or provider.params_dtype
     return provider
 
 
@@ -325,8 +325,8 @@ def read_trained(
         because = "" if "fp16" in written else f"trainer.bf16={trainer.bf16}"
         values = {"fp16": "true", "bf16" if trainer.bf16 else "fp32": "false"}
         value = written.get("fp16")
-        own = Engine(role, name_of(dtype), key, value, because, values=values)
-        return replace(own, format=quantized)
+        engine = Engine(role, name_of(dtype), key, value, because, values=values)
+        return replace(engine, format=quantized)
     config, section = getattr(trainer, role).fsdp_config, f"trainer.{role}.fsdp_config"
     asked = name_of(mixed_dtypes(config, section)["param_dtype"])
     computes = "fp16" if asked == "fp16" and in_force(FSDP_SCALING, FSDP) else "bf16"
@@ -372,16 +372,16 @@ def _engines(engines: Any) -> Iterator[Engine]:
         return
     elsewhere, name = started_elsewhere(engines), named(engines.model_dtype)
     because = f"{KEY}, if the servers that run already were started so" if elsewhere else ""
-    own = Engine("rollout", canonical(name), KEY, name, because, follows=not elsewhere)
+    engine = Engine("rollout", canonical(name), KEY, name, because, follows=not elsewhere)
     over = {} if elsewhere else overriding(engines)
-    yield from {_over_own(own, section, values) for section, values in over.items()} or {own}
+    yield from {_overridden(engine, *item) for item in over.items()} or {engine}
 
 
-def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
+def _overridden(engine: Engine, section: str, values: Mapping[str, Any]) -> Engine:
     if "dtype" in values:
         name = named(values["dtype"], section, "dtype")
-        own = Engine("rollout", canonical(name), f"{section}.dtype", name)
-    return with_rounded(own, values, section)
+        engine = Engine("rollout", canonical(name), f"{section}.dtype", name)
+    return with_rounded(engine, values, section)
 
 
 def overriding(engines: Any) -> dict[str, Mapping[str, Any]]:

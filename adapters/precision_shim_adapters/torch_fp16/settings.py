@@ -24,11 +24,11 @@ def settings_for(
     framework_default: ScalerSettings | None = None,
     shim: Settings | None = None,
 ) -> ScalerSettings:
-    """Merge the user's config, ``PRECISION_SHIM_*`` settings and the framework's own defaults.
+    """Merge the user's config, ``PRECISION_SHIM_*`` settings and the framework's defaults.
 
     Args:
         configured: values of the user's config, by names of ``ScalerSettings``; they come first.
-        framework_default: of the framework's own scaler; ``None`` for the shim's defaults.
+        framework_default: of the framework's scaler; ``None`` for the shim's defaults.
         shim: the shim's settings; ``None`` for the settings in force.
     """
     shim = current_settings() if shim is None else shim
@@ -47,7 +47,7 @@ def settings_for(
 
 
 def chosen(settings: ScalerSettings) -> str:
-    """The text of the decision about the shim's own scaler."""
+    """The text of the decision about the shim's scaler."""
     return "loss scaling " + in_words(
         settings.init_scale,
         settings.growth_factor,

@@ -116,7 +116,7 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def moves_nothing(optimizer: Optimizer) -> bool:
-    """Whether a step finds no gradient, or, as torch's own for a checkpoint, only zeros."""
+    """Whether a step finds no gradient, or only zeros, as when torch steps for a checkpoint."""
     if any(group.get("lr") for group in optimizer.param_groups):
         return not gradients_of(optimizer)
     local = (getattr(one, "to_local", one.detach)() for one in gradients_of(optimizer))

@@ -43,7 +43,7 @@ def watch(
     ``PRECISION_SHIM_WATCH_UPDATES``, lost updates are measured too.
 
     Args:
-        framework: the framework's name; empty if it is not known.
+        framework: the framework's name; empty for none.
         subject: name of the model, such as ``"actor"``.
         optimizer: the optimizer, in any form that ``audit`` accepts.
         inner: the torch optimizer within that gets the step hook; ``None``: ``optimizer`` itself.
@@ -61,11 +61,11 @@ def watch(
     stepped = optimizer if inner is None else inner
     if not isinstance(stepped, torch.optim.Optimizer):
         stepped = None  # a frozen model has a placeholder instead of an optimizer
-    elif (known := latest.of(stepped)) is not None:
-        further = [one for one in wrote if one not in known.wrote]
+    elif (watched := latest.of(stepped)) is not None:
+        further = [one for one in wrote if one not in watched.wrote]
         if further:
-            known.wrote += tuple(further)
-            known.look()
+            watched.wrote += tuple(further)
+            watched.look()
         return
     several = model if isinstance(model, (list, tuple)) else [model]
     modules = [weakref.ref(module) for module in several if module is not None]
@@ -86,10 +86,10 @@ def watch(
     every = current_settings()["watch_updates"]
     if stepped is not None and every:
         watcher.watch_updates(every)
-    # Megatron's optimizers, and those with their own function, keep states in their own dtypes.
-    own = getattr(type(stepped), "load_state_dict", None)
+    # Megatron's optimizers, and those with another function, choose their states' dtypes.
+    loads_states = getattr(type(stepped), "load_state_dict", None)
     torchs = isinstance(optimizer, torch.optim.Optimizer)
-    if stepped is not None and torchs and own is torch.optim.Optimizer.load_state_dict:
+    if stepped is not None and torchs and loads_states is torch.optim.Optimizer.load_state_dict:
         latest.at_clear(stepped.register_load_state_dict_pre_hook(watcher.before_load).remove)
     audit = watcher.look()
     if stepped is not None and audit is not None and not audit.complete:

@@ -47,10 +47,11 @@ def measure(readings: Sequence[Reading]) -> list[dict[str, Measured]]:
         before = set(counted)
         for reading, sizes in zip(readings, found, strict=True):
             tensors, more = _tensors(reading, component)
-            told = (
+            declared = (
                 getattr(reading.declared_states, component, None) if component in MOMENTS else None
             )
-            fp8 = told is not None and any(told(s.stepped) is torch.uint8 for s in reading.owned)
+            stepped = (state.stepped for state in reading.owned)
+            fp8 = declared is not None and torch.uint8 in map(declared, stepped)
             sizes[component] = size = Measured(fp8=fp8)
             for tensor in unique(tensors):
                 _count(size, tensor, reading.padding.get(id(tensor), 0), before, counted)

@@ -32,14 +32,14 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
                 f"audit(expected=...): unknown component {component!r}; allowed: "
                 f"{', '.join(COMPONENTS)}. Correct the name or leave it out."
             )
-        known = any_dtype(dtype)
-        if known is None:
+        accepted = any_dtype(dtype)
+        if accepted is None:
             raise DtypeError(
                 f"audit(expected=...): {component}={dtype!r} is not a dtype name; allowed: "
                 f"{accepted_names()}, int16 (remainders), or a torch.dtype. Correct it."
             )
         # Among names of a config uint8 means fp8; a live tensor's bytes may be codes instead.
-        found[component] = "uint8" if str(dtype).endswith("uint8") else name_of(known)
+        found[component] = "uint8" if str(dtype).endswith("uint8") else name_of(accepted)
     return found
 
 
@@ -69,7 +69,7 @@ def find(
         wrote: the dtypes that the user wrote in the framework's config.
     """
 
-    def told(faults: Iterable[_Fault]) -> list[Finding]:
+    def findings(faults: Iterable[_Fault]) -> list[Finding]:
         found = []
         for code, component, should_be, there, remedy in faults:
             place = ", ".join(word for word in (where, part.name, component) if word)
@@ -82,10 +82,10 @@ def find(
     if bare:
         (problems if most else notes).insert(0, (NO_MASTER, "master", "fp32", NOTHING, bare))
     if part.scaler is None and any(p.dtype is torch.float16 for p in reading.trainable):
-        known = reading.wanted is not None or reading.scaler is not None
-        (problems if known else notes).append(_no_scaler(reading))
+        judged = reading.wanted is not None or reading.scaler is not None
+        (problems if judged else notes).append(_no_scaler(reading))
     lost = lost_updates(part.updates, part.name, f"{where}, {part.name}") if part.updates else ()
-    return told(problems), [*told(notes), *lost]
+    return findings(problems), [*findings(notes), *lost]
 
 
 def _problems(
@@ -93,11 +93,11 @@ def _problems(
 ) -> Iterator[_Fault]:
     held = {name: component.dtypes for name, component in part.components.items()}
     held.update({name: (name_of(dtype),) for name, dtype in reading.mixed.items()})
-    told = set(expected)
+    seen = set(expected)
     by_key = {one.key: one for one in wrote}
     for fault in without_effect(wrote, held).problems:
         one = by_key[fault.key]
-        told.add(one.sets)
+        seen.add(one.sets)
         found = "+".join(one.in_force(held)) or NOTHING
         yield CODE, one.sets or None, one.dtype or "an effect", found, str(fault).rstrip(".")
     for low in _low_step_counts(reading):
@@ -111,7 +111,7 @@ def _problems(
             found = "+".join(there.dtypes) or NOTHING
             yield "unexpected-dtype", component, dtype, found, "as audit(expected=...) has it"
     if reading.wanted is not None:
-        yield from (one for one in _contradictions(reading, reading.wanted) if one[1] not in told)
+        yield from (one for one in _contradictions(reading, reading.wanted) if one[1] not in seen)
 
 
 def _no_scaler(reading: Reading) -> _Fault:
@@ -174,7 +174,7 @@ def _contradictions(reading: Reading, wanted: Wanted) -> Iterator[_Fault]:
 def _masters(
     reading: Reading, wanted: Mapping[torch.dtype, torch.dtype], fault: Callable[..., _Fault]
 ) -> Iterator[_Fault]:
-    told = reading.declared_states.master
+    declared = reading.declared_states.master
     lacking: list[torch.dtype] = []
     wrong: dict[tuple[str, str], None] = {}
     for state in reading.owned:
@@ -183,8 +183,8 @@ def _masters(
         found: torch.dtype | None = None
         if state.masters:
             found = state.masters[0].dtype
-        elif told is not None and not state.has_state:
-            found = told(state.dtype)
+        elif declared is not None and not state.has_state:
+            found = declared(state.dtype)
         if found is None:
             lacking.append(state.dtype)
         elif found is not wanted[state.dtype]:
@@ -199,11 +199,11 @@ def _masters(
 
 def _no_master(reading: Reading, fp32_key: str = "") -> tuple[str, bool]:
     """Return what weights without masters lose, if there are any, and whether that is most."""
-    told = reading.declared_states.master
+    declared = reading.declared_states.master
     kept = {torch.int16, torch.float32, torch.float64}  # remainders and whole masters
     bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT]
     bare = [state for state in bare if kept.isdisjoint(copy.dtype for copy in state.masters)]
-    bare = [s for s in bare if s.has_state or told is None or told(s.dtype) not in kept]
+    bare = [s for s in bare if s.has_state or declared is None or declared(s.dtype) not in kept]
     if reading.keeps_small_updates:
         bare = [state for state in bare if state.dtype is not torch.bfloat16]
     if reading.wanted is not None or not bare:
@@ -220,8 +220,8 @@ def _no_master(reading: Reading, fp32_key: str = "") -> tuple[str, bool]:
 
 
 def _notes(reading: Reading) -> Iterator[_Fault]:
-    told = reading.declared_states.master
-    copy = told(torch.float32) if told is not None else None
+    declared = reading.declared_states.master
+    copy = declared(torch.float32) if declared is not None else None
     if copy is not None and {state.dtype for state in reading.owned} == {torch.float32}:
         yield (
             "master-copied",

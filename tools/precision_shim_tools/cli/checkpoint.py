@@ -27,7 +27,7 @@ MORE = (
 _PRECISION = "precision"
 """The field for ``--config`` that gives the compute dtype of a job without a Megatron config."""
 _OTHERS = {"param_dtype": _PRECISION, "dtype": _PRECISION, "model_dtype": "params_dtype"}
-"""Maps the frameworks' own names of keys, without their sections, to fields for ``--config``."""
+"""Maps the frameworks' names of keys, without their sections, to fields for ``--config``."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:

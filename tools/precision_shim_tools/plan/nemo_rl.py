@@ -1,6 +1,6 @@
 """Plan NeMo-RL's jobs from a YAML file, the YAML files that it inherits from, and overrides.
 
-NeMo-RL's own loader, which needs hydra but not torch, reads the YAML files. As in a worker,
+NeMo-RL's loader, which needs hydra but not torch, reads the YAML files. As in a worker,
 ``nemo_rl.megatron`` reads the optimizer's ``RequestedConfig`` from the config.
 """
 
@@ -319,7 +319,7 @@ def _on_dtensor(
     name = str(optimizer.get("name") or "torch.optim.AdamW")
     options = _of(optimizer, f"{key}.optimizer.kwargs")
     stored = None
-    # In releases before these, the worker's own float32, or the checkpoint's dtype, wins.
+    # In releases before these, the worker's float32, or the checkpoint's dtype, wins.
     if release(version_of("nemo-rl", ("nemo_rl",)) or "") >= ((0, 7) if cfg.get("_v2") else (0, 6)):
         stored = parse_dtype(str(_of(section, f"{key}.hf_config_overrides").get("dtype")))
     reward = _of(section, f"{key}.reward_model_cfg")

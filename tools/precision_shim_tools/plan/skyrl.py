@@ -1,4 +1,4 @@
-"""Plan SkyRL's jobs from their command line, with SkyRL's own config loader.
+"""Plan SkyRL's jobs from their command line, with SkyRL's config loader.
 
 The loader needs no torch. Plan and worker read the config with one reader, ``skyrl.config``.
 """
@@ -71,7 +71,7 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     try:
         sides = driver.read_sides(config, job.in_force, directory)
     except DtypeError as error:
-        # The plan already reports a wrong dtype name in a model's own section.
+        # The plan already reports a wrong dtype name in a model's section.
         own = error.key.startswith(reader.INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
     findings, writes = predict_sides(job, sides, ROLLOUT)
@@ -84,12 +84,12 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
 
 
 def load(job: Job) -> tuple[Any, list[str]]:
-    """Load a job's config, record the user's keys, and return those of the user's own entry point.
+    """Load a job's config, record the user's keys, and return those of the user's entry point.
 
     Raises:
         PlanError: SkyRL cannot load the config.
     """
-    # A user's own entry point may have options that are not of the form KEY=VALUE.
+    # A user's entry point may have options that are not of the form KEY=VALUE.
     own = job.target.startswith("skyrl.")
     words = [word for word in job.arguments if own or "=" in word]
     unread: list[str] = []

@@ -65,8 +65,8 @@ def plan_job(job: Job) -> Request:
     wrong = list(_dtypes(job, subject, config))
     notes = [needs, reader.find_unscaled(trainer.training, f"{prefix}training")]
     if trainer is not config and not wrong:
-        wrong, told = _both_sides(job, config)
-        notes += told
+        wrong, of_sides = _both_sides(job, config)
+        notes += of_sides
     readers = []
     if not any(problem.code == "dtype" for problem in wrong):
         readers.append((subject, partial(_model_of, job, config, prefix, world, shards)))
@@ -104,17 +104,17 @@ def _ends(job: Job) -> str:
     names = (parse_dtype(word.rpartition("=")[2]) for word in job.arguments)
     if job.in_force(COERCION, NAMES) and any(names):
         try:
-            load(job, own=True)
+            load(job, strict_names=True)
         except PlanError as error:
             said = re.search(r"invalid choice .*?\)", str(error))
             return f"torchtitan's command line says: {said.group() if said else error}"
     return ""
 
 
-def load(job: Job, *, own: bool = False) -> tuple[Any, str]:
-    """Load a job's config with torchtitan's own config manager.
+def load(job: Job, *, strict_names: bool = False) -> tuple[Any, str]:
+    """Load a job's config with torchtitan's config manager.
 
-    ``own``: accept only torchtitan's own dtype names.
+    ``strict_names``: accept only the names that torchtitan takes.
 
     Returns:
         The config, and the GPU that it needs; empty if torchtitan takes it on this machine.
@@ -123,10 +123,10 @@ def load(job: Job, *, own: bool = False) -> tuple[Any, str]:
         PlanError: torchtitan cannot load the config.
     """
     try:
-        return _load(job, own=own), ""
+        return _load(job, strict_names=strict_names), ""
     except PlanError:
         with newer_gpu() as asked:
-            config = _load(job, own=own)
+            config = _load(job, strict_names=strict_names)
         major, minor = max(asked)
         return config, f"torchtitan refuses this config on GPUs older than sm_{major}{minor}"
 
@@ -136,7 +136,7 @@ def newer_gpu() -> Iterator[list[tuple[int, int]]]:
     """Answer torchtitan's questions for a new GPU with yes; yields what it asked for."""
     from torchtitan.tools import utils
 
-    own, asked = utils.has_cuda_capability, list[tuple[int, int]]()
+    original, asked = utils.has_cuda_capability, list[tuple[int, int]]()
 
     def has_cuda_capability(major: int, minor: int) -> bool:
         asked.append((major, minor))
@@ -144,19 +144,19 @@ def newer_gpu() -> Iterator[list[tuple[int, int]]]:
 
     def swap(old: object, new: object) -> None:
         for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get(own.__name__) is old:
-                setattr(module, own.__name__, new)
+            if getattr(module, "__dict__", {}).get(original.__name__) is old:
+                setattr(module, original.__name__, new)
 
-    swap(own, has_cuda_capability)
+    swap(original, has_cuda_capability)
     try:
         yield asked
     finally:
-        swap(has_cuda_capability, own)
+        swap(has_cuda_capability, original)
 
 
-def _load(job: Job, *, own: bool) -> Any:
+def _load(job: Job, *, strict_names: bool) -> Any:
     # Accept every spelling of a dtype, as names.parse_args does in the job.
-    any_name = job.in_force(COERCION, NAMES) and not own
+    any_name = job.in_force(COERCION, NAMES) and not strict_names
     said, words = io.StringIO(), sys.argv
     try:
         sys.argv = [job.target]  # tyro's messages name it
@@ -192,7 +192,7 @@ def _cause(error: ImportError) -> ImportError:
 
 
 def _dtypes(job: Job, subject: str, config: Any) -> Iterator[Problem]:
-    """Replace dtype names by torchtitan's own, as in the job; yield a problem for unknown names."""
+    """Replace dtype names by torchtitan's, as in the job; yield a problem for unknown names."""
     if not job.in_force(COERCION, NAMES):
         return
     try:
@@ -254,7 +254,7 @@ def _world(job: Job, prefix: str, parallel: Any) -> tuple[int, int]:
 
 
 def stages_of(prefix: str, parallel: Any, spec: Any, model: Model) -> tuple[Model, ...]:
-    """The parts of a model on each rank of a pipeline, split as torchtitan splits its own models.
+    """The parts of a model on each rank of a pipeline, split as torchtitan splits its models.
 
     What torchtitan's split does not name, such as a vision tower, is in the first stage. A model
     without layers, which only has a size, is split evenly.
@@ -263,16 +263,20 @@ def stages_of(prefix: str, parallel: Any, spec: Any, model: Model) -> tuple[Mode
     if degree == 1:
         return ()
     made = getattr(spec and spec.pipelining_fn, "__module__", "")
-    if not made or "transformers" in made:  # the latter splits by names of its own
+    if not made or "transformers" in made:  # the latter splits by other names
         fault = f"how {made or 'this model'} splits a model into stages is not known here"
         raise _no_layout(prefix, parallel, "pipeline_parallel_degree", fault)
-    from torchtitan.distributed import pipeline_parallel as own
+    from torchtitan.distributed import pipeline_parallel as split
 
     try:
-        asked = own._get_pipeline_metadata(SimpleNamespace(pp=degree), parallel, spec.model)
-        named = parallel.module_fqns_per_model_part or own._generate_llm_fqn_per_model_part(*asked)
+        asked = split._get_pipeline_metadata(SimpleNamespace(pp=degree), parallel, spec.model)
+        named = parallel.module_fqns_per_model_part or split._generate_llm_fqn_per_model_part(
+            *asked
+        )
         schedule = (degree, parallel.pipeline_parallel_schedule, len(named))
-        held = [own._get_pp_rank_to_stage_indices_mapping(one, *schedule) for one in range(degree)]
+        held = [
+            split._get_pp_rank_to_stage_indices_mapping(one, *schedule) for one in range(degree)
+        ]
     except (AssertionError, ValueError) as error:
         key = "pipeline_parallel_degree"
         raise _no_layout(prefix, parallel, key, one_line(str(error))) from error
@@ -297,13 +301,13 @@ def _name(value: object) -> str:
 
 
 def _optimizer(config: Any) -> dict[str, Any]:
-    """The first optimizer whose states are not known, or else the first; and the least lr."""
+    """The first optimizer whose states have no rule here, or else the first; and the least lr."""
     groups = getattr(config, "param_groups", None) or ()
     found = [(group.optimizer_name, group.optimizer_kwargs) for group in groups]
     found = found or [(str(getattr(config, "name", "AdamW")), {})]
     name, options = next((each for each in found if not is_adam(*each)), found[0])
     low = getattr(config, "implementation", "") == "fused_opt_states_bf16"
-    rates = [learning_rate(own) for _, own in found]
+    rates = [learning_rate(options) for _, options in found]
     return {
         "optimizer": name,
         "options": options,
@@ -323,7 +327,7 @@ def _model(job: Job, config: Any) -> Model:
 
 
 def built(spec: Any) -> Model:
-    """Names and shapes of the weights of torchtitan's own model.
+    """Names and shapes of the weights of torchtitan's model.
 
     Raises:
         PlanError: the model cannot be built on the meta device.
@@ -333,7 +337,7 @@ def built(spec: Any) -> Model:
     try:
         with torch.device("meta"):
             model = spec.model.build()
-    except Exception as error:  # a model's own code may raise any error
+    except Exception as error:  # a model's code may raise any error
         raise PlanError(
             f"{_where()}: its model cannot be built on the meta device "
             f"({type(error).__name__}: {error}). Name its size with --parameters."

@@ -124,7 +124,7 @@ def submodules(path: Path) -> Iterator[Path]:
 
 
 def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
-    """Open a wheel, checkout, folder with packages, package's own folder, or virtual environment.
+    """Open a wheel, checkout, folder with packages, package's folder, or virtual environment.
 
     Raises:
         SourceError: the path cannot be read or contains none of the ``packages``.
@@ -140,7 +140,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         where = ", neither in itself nor in src, python or lib/python3*/site-packages"
         inner = [path, *(place for part in _BENEATH for place in sorted(path.glob(part)))]
         roots += (folder for folder in inner if folder.is_dir())
-        if (path / "__init__.py").is_file():  # a package's own folder
+        if (path / "__init__.py").is_file():  # a package's folder
             roots.append(path.resolve().parent)
     for root in roots:
         tree = Tree(root, roots[0] if path.is_file() else root)

@@ -37,7 +37,7 @@ FSDP_GROUP = "megatron-fsdp"
 """A group of its own: a change of Megatron-FSDP's classes costs only the models that it shards."""
 
 MOSTLY: dict[str, Any] = {"group": GROUP, "optional": True}
-"""The arguments that most seams on Megatron's own functions share."""
+"""The arguments that most seams on Megatron's functions share."""
 ON_SCALING = {"feature": SCALING, **MOSTLY}
 
 PRECISION_AWARE = "use_precision_aware_optimizer"

@@ -1,6 +1,6 @@
 """The seams at Megatron's DDP read the parameters' dtypes and set the bucket's dtype.
 
-Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
+Every path to a gradient bucket (a framework's ``get_model``, mbridge, Megatron-Bridge) calls
 ``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
 The seams do not change a DDP that is built outside a supported framework.
 """

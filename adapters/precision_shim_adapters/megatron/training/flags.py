@@ -1,4 +1,4 @@
-"""Read a trainer's settings from one flat argparse namespace with Megatron's own flags.
+"""Read a trainer's settings from one flat argparse namespace with Megatron's flags.
 
 A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, each field from the flag of
 the same name. While the trainer builds a model, the adapter changes the config's arguments.

@@ -38,7 +38,7 @@ def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -
 
 
 def moved_already(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if the framework's own function moves the master weights, else ``None``."""
+    """Return a remark if the framework's function moves the master weights, else ``None``."""
     return "the masters are moved already" if "master_param" in symbol.names else None
 
 

@@ -179,4 +179,4 @@ MEGATRON = (
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
-"""The policy worker module's own function that builds model and optimizer, until NeMo-RL 0.5."""
+"""The policy worker module's function that builds model and optimizer, until NeMo-RL 0.5."""

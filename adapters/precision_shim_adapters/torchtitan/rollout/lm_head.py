@@ -40,7 +40,7 @@ def read_heads(config: Any) -> list[Head]:
 
 
 def write(config: Any) -> None:
-    """Make torchtitan's own converter replace the config of ``lm_head``."""
+    """Make torchtitan's converter replace the config of ``lm_head``."""
     from torchtitan.experiments.rl.models.cast_linear import LMHeadCastConverter
 
     LMHeadCastConverter.Config().build().convert(config.model_spec.model)

@@ -49,7 +49,7 @@ def keep_float16(forward: Any) -> Any:
     """Make an attention function that does not cast float16 to bfloat16.
 
     With a float16 input, the new function calls a copy of torchtitan's function in which
-    ``float16`` replaces the name ``bfloat16``; without, it calls torchtitan's own function.
+    ``float16`` replaces the name ``bfloat16``; without, it calls torchtitan's function.
 
     Raises:
         SeamError: torchtitan's function does not cast to bfloat16, or also mentions float16.

@@ -1,4 +1,4 @@
-"""Make a Monarch actor's endpoint again, with the shim's code around the actor's own method.
+"""Make a Monarch actor's endpoint again, with the shim's code around the actor's method.
 
 Monarch looks up an endpoint object by name, and would not call a wrapper around the object.
 """

@@ -1,4 +1,4 @@
-"""Pre-training and SFT in float16, in ``Trainer`` and in subclasses with Trainer's own loop."""
+"""Pre-training and SFT in float16, in ``Trainer`` and in subclasses with Trainer's loop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Save the scaler's state beside verl's FSDP checkpoints, and restore it.
 
 The engine has the scaler; the checkpoint manager of legacy workers has the optimizer. The state is
-written after verl's own files, with their fingerprints, because verl overwrites its files in place,
+written after verl's files, with their fingerprints, because verl overwrites its files in place,
 one after the other. If a job is killed between verl's last file and the shim's file, the scaler's
 state is lost, and a resume warns.
 """

@@ -2,7 +2,7 @@
 
 Every entry point of verl first calls ``auto_set_device`` on its config, in the driver, before Ray
 starts a worker. A program that itself calls ``run_ppo`` calls only ``validate_config``, which runs
-in a Ray actor up to 0.8. A user's own driver may call neither, so the actor's workers compare the
+in a Ray actor up to 0.8. A user's driver may call neither, so the actor's workers compare the
 dtypes again.
 """
 

@@ -70,8 +70,8 @@ def build(call: Call) -> Any:
 def tell_rounded_weights(engine: Any) -> None:
     """Warn if Automodel trains 16-bit weights although ``model_dtype`` is fp32.
 
-    With ``ep_size`` above 1, verl trains Automodel's own models. The method ``initialize_weights``
-    of Automodel's own models casts to bfloat16, because Automodel's loader passes no other dtype.
+    With ``ep_size`` above 1, verl trains the models that Automodel defines, whose method
+    ``initialize_weights`` casts to bfloat16, because Automodel's loader passes no other dtype.
     """
     asked = engine.engine_config.model_dtype
     held = {one.dtype for one in engine.module.parameters() if one.requires_grad}

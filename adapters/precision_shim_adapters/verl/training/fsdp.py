@@ -24,7 +24,7 @@ _SCALER = "scaler"
 """Name of the attribute with the scaler, on verl's engines and on 0.7.1's actor."""
 
 VERLS_SCALER = ScalerSettings()
-"""The settings of verl's own scaler: torch's defaults, and a growth interval of 400."""
+"""The settings of verl's scaler: torch's defaults, and a growth interval of 400."""
 
 OWN_SCALER = "verl's own scaler, counted and kept with the checkpoints"
 """Why the shim scales the loss where verl would do it itself."""
@@ -53,7 +53,7 @@ WITH_LEGACY = {**ON_LEGACY, "only_if": (f"{CRITIC}.update_critic",)}
     **ON_ENGINE,
 )
 def build_engine(call: Call) -> Any:
-    """Set the shim's scaler on the engine, in place of verl's own scaler if there is one."""
+    """Set the shim's scaler on the engine, in place of verl's scaler if there is one."""
     engine = call.instance
     module = call.proceed()
     if not engine.engine_config.forward_only:  # a reference model takes no step
@@ -134,7 +134,7 @@ def tell_unscaled(config: ModelConfig, computes: torch.dtype | None) -> None:
 
 
 def _replace_scaler(owner: Any) -> None:
-    if type(owner.scaler) is ShardedGradScaler:  # keep the user's own subclass
+    if type(owner.scaler) is ShardedGradScaler:  # keep the user's subclass
         make(owner, owner.scaler, OWN_SCALER)
 
 

@@ -334,7 +334,7 @@ def _sharded(
         keys[size] = f"{place}.{key}"
         sizes[size] = _number(engine, keys[size], -1 if size == "shards" else 1)
     sequence = _number(section.role, f"{section.role_key}.ulysses_sequence_parallel_size")
-    if sequence > 1:  # the model's own Ulysses size overrides the engine's
+    if sequence > 1:  # the model's Ulysses size overrides the engine's
         sizes["context"] = sequence
     # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")

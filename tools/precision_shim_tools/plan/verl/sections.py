@@ -40,8 +40,8 @@ def overridden(section: ModelConfig) -> Iterator[Written]:
     if "model_config" in config:
         place = f"{place}.model_config"
         config = inner(config, place)
-    known = section.alone and section.has_model_dtype
-    for name in ("dtype", "torch_dtype") if known else ():
+    reads = section.alone and section.has_model_dtype
+    for name in ("dtype", "torch_dtype") if reads else ():
         if config.get(name):
             yield Written(f"{place}.{name}", config[name], "params")
 
@@ -62,16 +62,16 @@ def unknown(section: ModelConfig, *, dispatches: bool) -> Iterator[Problem]:
     Without hydra's ``_target_``, any key is allowed. ``dispatches``: the shim adds verl 0.9's dtype
     fields to ``McoreOptimizerConfig``.
     """
-    engine_key, known, names = section.engine_key, {}, {}
+    engine_key, allowed, names = section.engine_key, {}, {}
     sections = {section.role_key: section.role, section.optim_key: section.optim}
     sections[engine_key] = section.engine
     for key, read in sections.items():
         name = names[key] = str(read.get("_target_", "")).rpartition(".")[2]
         looks = [look(f"verl.workers.config.{module}:{name}.__init__") for module in _MODULES]
-        known[key] = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
+        allowed[key] = set(next((symbol.parameters for symbol in looks if symbol.found), ()))
         if name == "McoreOptimizerConfig" and dispatches:
-            known[key].update(PRECISION_AWARE_FIELDS)
-    places = {word: f"{key}.{word}" for key, words in known.items() for word in words}
+            allowed[key].update(PRECISION_AWARE_FIELDS)
+    places = {word: f"{key}.{word}" for key, words in allowed.items() for word in words}
     moved = {"fsdp_config": engine_key}
     if section.strategy == "megatron":
         moved = {"fsdp_config": f"{engine_key}.dtype"}
@@ -83,8 +83,8 @@ def unknown(section: ModelConfig, *, dispatches: bool) -> Iterator[Problem]:
         if not section.legacy:  # the engine does not read its ``dtype``
             moved["dtype"] = moved["param_dtype"]
     for key, read in sections.items():
-        own = {word: f"{key}.{word}" for word in known[key]}
-        there = places | own | moved
+        of_section = {word: f"{key}.{word}" for word in allowed[key]}
+        there = places | of_section | moved
         for word, value in read.items():
             if isinstance(value, Mapping) and there.get(word, "").endswith(f".{word}"):
                 lines = (f"++{there[word]}.{name}={one}" for name, one in value.items())
@@ -92,15 +92,15 @@ def unknown(section: ModelConfig, *, dispatches: bool) -> Iterator[Problem]:
         # The worker of a reference model renames its keys that begin with log_prob_.
         written = [word for word in read if word not in _HYDRAS and word[:9] != "log_prob_"]
         whose, place = f"{versioned('verl')}'s {names[key]}", f"{key}.{{}}"
-        yield from unknown_keys(written, known[key], section.subject, place, whose, places=there)
+        yield from unknown_keys(written, allowed[key], section.subject, place, whose, places=there)
 
 
 def check_moments(section: ModelConfig, optimizer: str) -> None:
     """Raise ``DtypeError`` if torch's optimizer cannot step parameters that are stored in fp16."""
     written = inner(section.optim, f"{section.optim_key}.override_optimizer_config")
     eps, stored = written.get("eps", 1e-8), f"{section.engine_key}.model_dtype"
-    own = (section.optim.get("optimizer_impl") or "torch.optim") != "torch.optim"
-    if own or written.get("fused") or not isinstance(eps, float):
+    foreign = (section.optim.get("optimizer_impl") or "torch.optim") != "torch.optim"
+    if foreign or written.get("fused") or not isinstance(eps, float):
         return
     fault = fault_of_eps(optimizer, eps)
     if fault:
@@ -109,10 +109,10 @@ def check_moments(section: ModelConfig, optimizer: str) -> None:
 
 
 def check_megatron(section: ModelConfig) -> Iterator[Problem]:
-    """Yield the dtypes that verl's own fields take only where dtype-coercion is in force.
+    """Yield the dtypes that verl's fields take only where dtype-coercion is in force.
 
     Raises:
-        DtypeError: verl's own configs of a model on Megatron refuse a dtype.
+        DtypeError: verl's configs of a model on Megatron refuse a dtype.
     """
     dtype, names = section.engine.get("dtype", "bfloat16"), own_spellings()
     if dtype not in ("bfloat16", "float16"):
@@ -120,8 +120,8 @@ def check_megatron(section: ModelConfig) -> Iterator[Problem]:
     for name in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
         value, key = section.optim.get(name, "fp32"), f"{section.optim_key}.{name}"
         # YAML reads verl's dtype name "32" as a number.
-        known = parse_dtype(str(value)) if isinstance(value, int | str) else None
-        if known not in (torch.float32, torch.bfloat16):
+        dtype_found = parse_dtype(str(value)) if isinstance(value, int | str) else None
+        if dtype_found not in (torch.float32, torch.bfloat16):
             raise _refused(key, value, "fp32 or bf16")
         if names and str(value) not in names:
             fault = f"{versioned('verl')}: {name}={value!r}: verl itself takes {', '.join(names)}"
