@@ -37,7 +37,7 @@ def audit(
     Args:
         model: a module, Megatron's model chunks, or ``None`` to read the optimizer alone.
         optimizer: a Megatron optimizer (chained or single), a torch optimizer, or a list of them.
-        scaler: the loss scaler of torch optimizers; a Megatron optimizer has its own loss scaler.
+        scaler: the loss scaler of torch optimizers; a Megatron optimizer has one itself.
         expected: dtype names by component, as ``dict(exp_avg="bf16")``, instead of the config's.
         group: a process group whose ranks are compared; all ranks of the group must call ``audit``.
 
@@ -93,8 +93,8 @@ def look(
             for name in ("frozen", "other"):
                 if not part.components[name].dtypes:
                     expects.pop(name, None)
-        wrong, told = rules.find(reading, part, expects, where, fp32_key, wrote=wrote)
-        problems, notes = problems + wrong, notes + told
+        wrong, noted = rules.find(reading, part, expects, where, fp32_key, wrote=wrote)
+        problems, notes = problems + wrong, notes + noted
     rank, world = rank_of_job()
     every = [size for sizes in measured for size in sizes.values()]
     totals = {

@@ -18,7 +18,7 @@ class Watched:
     """An optimizer, or a frozen model, that is audited.
 
     Attributes:
-        framework: the framework's name; empty if it is not known.
+        framework: the framework's name; empty for none.
         subject: name of the model, such as ``"actor"``.
         owner: the torch optimizer, or the frozen model; if it is garbage-collected, so is the
             audit. ``None`` keeps the audit.
@@ -71,7 +71,7 @@ def of(owner: Any) -> Any:
 
 def written(owners: Iterable[Any]) -> tuple[Written, ...]:
     """Return the dtypes that the user wrote for the model of one of these optimizers."""
-    found = (known.wrote for owner in owners if (known := of(owner)) is not None)
+    found = (watched.wrote for owner in owners if (watched := of(owner)) is not None)
     return next(filter(None, found), ())
 
 

@@ -55,7 +55,7 @@ class Comparison:
         whose: framework and subject.
         part: names of the audit's parts, such as ``"dense+experts"``.
         audits: the audit of each rank that has one, by rank.
-        differ: by rank that differs: each differing key's value on most ranks, and its own value.
+        differ: by rank that differs: each differing key's value on most ranks, and on that rank.
         missing: ranks without an audit.
     """
 

@@ -93,10 +93,10 @@ def _reader(optimizer: Any) -> str:
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # use torch's reader even if the class's package has another reader.
     for third_party in (False, True):  # Load third-party adapters only if the shim has no reader
-        known = audit_readers(third_party=third_party)
+        readers = audit_readers(third_party=third_party)
         for package in packages:
-            if package in known:
-                return known[package]
+            if package in readers:
+                return readers[package]
     return ""
 
 

@@ -61,8 +61,8 @@ class Wanted:
 
     def remedy(self, code: str, wanted: str, **words: str) -> str:
         """Return the remedy that ends a problem's message."""
-        known = self.remedies
-        text = known.get(f"{code} {wanted}") or known.get(code) or "correct the {source}"
+        remedies = self.remedies
+        text = remedies.get(f"{code} {wanted}") or remedies.get(code) or "correct the {source}"
         return text.format(wanted=wanted, source=self.source, **words)
 
 
@@ -190,8 +190,8 @@ class Reading:
     @property
     def states_unknown(self) -> bool:
         """Whether the states are missing and the optimizer does not declare their dtypes."""
-        told = self.declared_states.exp_avg is not None or self.stateless
-        return bool(self.owned) and not told and not any(state.has_state for state in self.owned)
+        declared = self.declared_states.exp_avg is not None or self.stateless
+        return bool(self.owned) and not (declared or any(state.has_state for state in self.owned))
 
     @property
     def parameters(self) -> int:

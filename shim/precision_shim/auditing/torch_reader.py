@@ -63,7 +63,7 @@ def read_torch(
 
 
 def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
-    """Add an optimizer's betas, scales, own tensors and declared dtypes to a reading."""
+    """Add an optimizer's betas, scales, other tensors and declared dtypes to a reading."""
     reading.steppers.append(optimizer)
     groups = [group for group in optimizer.param_groups if group.get("params")]
     reading.betas = tuple(
@@ -76,9 +76,9 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     )
     # torchao's optimizers, AnyPrecisionAdamW, and Apex's FusedAdam, whose state lacks its masters
     held = vars(optimizer)
-    own = held.get("bf16_stochastic_round")
-    own = own or ("exp_avg_dtype" not in held and held.get("master_weights"))
-    reading.keeps_small_updates = bool(own) or any(g.get("use_kahan_summation") for g in groups)
+    keeps = held.get("bf16_stochastic_round")
+    keeps = keeps or ("exp_avg_dtype" not in held and held.get("master_weights"))
+    reading.keeps_small_updates = bool(keeps) or any(g.get("use_kahan_summation") for g in groups)
     # An optimizer's attributes (an overflow flag) and parameter groups (an lr) may be tensors.
     reading.other += tensors_of(optimizer)
     scales = getattr(optimizer, "_scales", {}).values()  # of TransformerEngine's FusedAdam

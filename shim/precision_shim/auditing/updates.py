@@ -104,10 +104,10 @@ def attach(
     """
     if not reading.steppers:
         return None
-    known: Meter | None = meters.by_stepper.get(reading.steppers[0])
-    if known is not None:
-        known.every = every
-        return known
+    meter: Meter | None = meters.by_stepper.get(reading.steppers[0])
+    if meter is not None:
+        meter.every = every
+        return meter
     where = ", ".join(filter(None, (where_of(framework, reading.framework), subject)))
     return Meter(reading, every, where, on_figures)
 

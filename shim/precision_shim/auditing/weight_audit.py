@@ -44,7 +44,7 @@ Named = Iterable[tuple[str, Any]]
 
 
 def tell_asked(framework: str, name: str, key: str) -> None:
-    """Record the config's dtype name for a framework's rollout (empty: not known), and its key."""
+    """Record the config's dtype name for a framework's rollout (empty for none), and its key."""
     latest.rollouts[framework] = name, key
 
 
@@ -200,7 +200,7 @@ class _Looker:
 
 
 def _weights(groups: _Groups) -> dict[str, Weights]:
-    # Frameworks pack weights on their own CUDA streams.
+    # Frameworks pack weights on other CUDA streams.
     for device in {one.device for _, exact in groups.values() for one in exact if one.is_cuda}:
         torch.cuda.synchronize(device)
     return {
@@ -216,17 +216,17 @@ def _group_of(name: str) -> str:
 
 
 def _can_be_sampled(tensor: torch.Tensor) -> bool:
-    own = local(tensor)
-    plain = type(own) in _PLAIN and own.dtype in _WIDE
-    return plain and own.device.type != "meta" and own.numel() > 0
+    shard = local(tensor)
+    plain = type(shard) in _PLAIN and shard.dtype in _WIDE
+    return plain and shard.device.type != "meta" and shard.numel() > 0
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """Return evenly spaced elements of this rank's shard of a tensor, as a view."""
-    own = local(tensor).detach()
-    side = max(1, round(MOST_ELEMENTS ** (1 / max(1, own.ndim))))
+    shard = local(tensor).detach()
+    side = max(1, round(MOST_ELEMENTS ** (1 / max(1, shard.ndim))))
     # The distance is odd: an even one may only meet one kind of column, such as one head's.
-    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)]
+    return shard[tuple(slice(None, None, size // side | 1) for size in shard.shape)]
 
 
 def _is_exact(values: torch.Tensor, then: torch.dtype | None) -> torch.Tensor:

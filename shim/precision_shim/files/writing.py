@@ -17,7 +17,7 @@ def write_whole(path: Path, text: str) -> None:
         OSError: the file cannot be written; no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Each writer has its own temporary name, so that two simultaneous saves leave a complete file.
+    # Each writer has another temporary name, so that two simultaneous saves leave a complete file.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with part.open("x", encoding="utf-8") as file:

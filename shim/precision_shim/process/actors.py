@@ -39,7 +39,7 @@ class Actors:
         self._get: Any = None
         self._waiting: dict[Any, str] = {}
         self._tasks: set[str] = set()
-        self._told = ""
+        self._message = ""
 
     def _wrapper(self, place: str, original: Any) -> Callable[..., Any]:
         if place == _GET:
@@ -51,7 +51,7 @@ class Actors:
             result = original(*args, **kwargs)
             if place == _GET:
                 self._hear(0)
-            elif place in _STARTS and self._wrapping.on and not self._told and standby.asked():
+            elif place in _STARTS and self._wrapping.on and not self._message and standby.asked():
                 try:
                     self._ask(args[0], result, kwargs)
                 except PartialInstallationError:
@@ -69,9 +69,9 @@ class Actors:
         first = first if isinstance(first, str) else ""
         name, *bases = map(_name_of, [task] if task else kind.__mro__)
         ours = any(
-            one.actors and re.match(one.actors, f"{known} {first}")
+            one.actors and re.match(one.actors, f"{one_name} {first}")
             for one in self._awake.values()
-            for known in (name, *bases)
+            for one_name in (name, *bases)
         )
         if name in self._tasks or not ours:
             return
@@ -80,8 +80,8 @@ class Actors:
             import ray
 
             self._tasks.add(name)
-            own = {key: given[key] for key in ("runtime_env",) if given.get(key)}
-            reference = ray.remote(num_cpus=0, max_retries=0, **own)(look).remote()
+            options = {key: given[key] for key in ("runtime_env",) if given.get(key)}
+            reference = ray.remote(num_cpus=0, max_retries=0, **options)(look).remote()
         else:
             reference = started.__ray_call__.remote(look)
         self._waiting[reference] = name
@@ -102,16 +102,16 @@ class Actors:
         for one in ready:
             with contextlib.suppress(Exception):  # the process has ended
                 self._judge(waiting[one], *self._get(one))
-        if self._told and self._strict:
+        if self._message and self._strict:
             self._strict = False
-            raise PartialInstallationError(self._told)
+            raise PartialInstallationError(self._message)
 
     def _judge(self, name: str, switch: str, found: bool, version: str | None, place: str) -> None:
-        if self._told or version == __version__ or switch in OFF:
+        if self._message or version == __version__ or switch in OFF:
             return
         lacks = "" if found else ", the package is not installed there"
         why = f"version {version}" if version else f"{PREFIX}={switch or 'unset'}{lacks}"
-        self._told = (
+        self._message = (
             f"precision_shim {__version__}: {name}, which this process started on Ray, and perhaps "
             f"others run unpatched ({why}; {place}). Install precision-shim in the image of every "
             'node, or by runtime_env={"pip": [...]} (py_modules bring no start-up file: the '
@@ -119,7 +119,7 @@ class Actors:
             f'"env_vars"; or set {PREFIX}=0 for all.'
         )
         if not self._strict:
-            _journal.warn_or_say(self._told)
+            _journal.warn_or_say(self._message)
 
 
 def _name_of(kind: Any) -> str:

@@ -20,11 +20,11 @@ def asked_for(settings: Settings, framework: str) -> bool:
     return framework in settings.frameworks
 
 
-def offered(known: Mapping[str, Adapter], settings: Settings | None) -> dict[str, Adapter]:
+def offered(every: Mapping[str, Adapter], settings: Settings | None) -> dict[str, Adapter]:
     """Return the frameworks to report; a ``by_name`` framework only if ``settings`` names it."""
     return {
         name: entry
-        for name, entry in known.items()
+        for name, entry in every.items()
         if not entry.by_name or (settings is not None and asked_for(settings, name))
     }
 

@@ -83,11 +83,11 @@ class Marks:
         try:
             ranks = {*c10d.get_process_group_ranks(world if group is None else group)} - alike
             unlike = self._unlike(c10d, sorted(ranks)) if ranks else {}
-        except Exception as error:  # a group or a store of another kind than torch's own
+        except Exception as error:  # a group or a store of another kind than torch's
             _journal.log(f"whether all ranks have the shim is not known: {error!r}")
             return
         if unlike:
-            raise PartialInstallationError(self._told(unlike, world.size()))
+            raise PartialInstallationError(self._message(unlike, world.size()))
         alike |= ranks
 
     def _unlike(self, c10d: Any, ranks: list[int]) -> dict[int, str]:
@@ -110,13 +110,13 @@ class Marks:
                 return unlike
             time.sleep(0.05)
 
-    def _told(self, unlike: dict[int, str], ranks: int) -> str:
+    def _message(self, unlike: dict[int, str], ranks: int) -> str:
         from ..auditing.ranks import grouped, numbers  # only an error needs them
 
         found = grouped((self._difference(mark), rank) for rank, mark in unlike.items())
-        told = "; ".join(f"{numbers(some)}: {what}" for what, some in found.items())
+        each = "; ".join(f"{numbers(some)}: {what}" for what, some in found.items())
         return (
-            f"precision_shim {__version__}: of {ranks} ranks, {told}. Their collective operations "
+            f"precision_shim {__version__}: of {ranks} ranks, {each}. Their collective operations "
             "would not match this rank's. Give every process the same package and variables "
             f"({PREFIX}, {PREFIX}_...), or set {PREFIX}=0 for all."
         )

@@ -11,9 +11,9 @@ ENTRY_POINTS = "precision_shim.adapters"
 """Group of the entry points by which third parties' adapters are found."""
 
 
-def meant(name: str, known: "Collection[str]") -> str:
-    """Return a question that suggests the nearest known name; ``""`` if no name is near."""
+def meant(name: str, allowed: "Collection[str]") -> str:
+    """Return a question that suggests the nearest name; ``""`` if no name is near."""
     from difflib import get_close_matches  # imported here, because start-up must be fast
 
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, allowed, n=1)
     return f"did you mean {near[0]}?" if near else ""

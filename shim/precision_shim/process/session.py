@@ -42,11 +42,11 @@ class _Session:
     """State of one ``install()``: settings, seam engine, and adapters of imported frameworks."""
 
     def __init__(
-        self, settings: Settings, known: Mapping[str, Adapter], fault: SettingsError | None = None
+        self, settings: Settings, every: Mapping[str, Adapter], fault: SettingsError | None = None
     ) -> None:
         self.settings = settings
-        self.known = known
-        self.asked = [entry for name, entry in known.items() if asked_for(settings, name)]
+        self.entries = every
+        self.asked = [entry for name, entry in every.items() if asked_for(settings, name)]
         self.fault = fault
         """An invalid setting's error in strict mode; building an optimizer or a DDP raises it."""
         self.awake: dict[str, Adapter] = {}
@@ -227,7 +227,7 @@ def install(
         session.wake(session.imported())
         session.engine.catch_up()  # not under the lock: catch_up() waits for other threads' imports
         if session.settings.strict:
-            for name in session.known:
+            for name in session.entries:
                 for error in session.engine.faults(name):
                     raise error
     return status()
@@ -245,9 +245,9 @@ def _install(export: bool, **asked: Any) -> _Session | None:
         if again and _current is not None and _current.fault is None:
             _export(_current, _current.settings, export)
             return _current
-        known = entries()
+        every = entries()
         environ = _given_environment()
-        resolved = _settings.resolve(**asked, known_frameworks=known, environ=environ)
+        resolved = _settings.resolve(**asked, known_frameworks=every, environ=environ)
         if _current is not None and (
             _current.fault is not None or _current.settings.effective() != resolved.effective()
         ):
@@ -256,7 +256,7 @@ def _install(export: bool, **asked: Any) -> _Session | None:
         if _current is None:
             _bad_start = ""
             _journal.verbosity = resolved["log"]
-            _current = _Session(resolved, offered(known, resolved))
+            _current = _Session(resolved, offered(every, resolved))
             _current.start()
         _export(_current, resolved, export)
         return _current
@@ -344,7 +344,7 @@ def status() -> Status:
             features=settings.features,
             settings={**settings.values, "strict": settings.strict},
             frameworks={
-                name: _framework(session, name, entry) for name, entry in session.known.items()
+                name: _framework(session, name, entry) for name, entry in session.entries.items()
             },
             decisions=_journal.decisions(),
             notes=tuple(notes),

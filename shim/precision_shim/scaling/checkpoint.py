@@ -224,7 +224,7 @@ def save(
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; called by every rank of the group.
 
-    Call ``save`` after the framework has written its own files. The scaler's file is replaced only
+    Call ``save`` after the framework has written its files. The scaler's file is replaced only
     when it is complete and flushed; if the process is killed before, that of an earlier save stays.
 
     Args:
@@ -327,13 +327,13 @@ def _restore(
         scaler.counter.skipped = mine.saved.skipped
         scaler.counter.in_row = mine.saved.skipped_in_row
     if files is not None and mine.saved.files is None:
-        told = "it does not say which files it was written with, so it is not compared with them"
-        return (*lines, told)
+        line = "it does not say which files it was written with, so it is not compared with them"
+        return (*lines, line)
     return lines
 
 
 def raise_together(failure: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise the first failure of the ranks on all of them; every rank calls it, with its own.
+    """Raise the first failure of the ranks on all of them; every rank calls it, with its failure.
 
     Raises:
         ScalerCheckpointError: a rank has a failure.

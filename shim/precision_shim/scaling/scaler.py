@@ -33,13 +33,13 @@ def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     name = "_step_supports_amp_scaling"
     held = vars(optimizer)
-    own = {name: held[name]} if name in held else {}
+    before = {name: held[name]} if name in held else {}
     held[name] = False
     try:
         yield
     finally:
         del held[name]
-        held.update(own)
+        held.update(before)
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> Any:
@@ -55,8 +55,8 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
         return SimpleNamespace(grad=grad.to_local()) if isinstance(grad, DTensor) else parameter
 
     groups = [
-        {"params": [shard(parameter) for parameter in own["params"]]}
-        for own in optimizer.param_groups
+        {"params": [shard(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
     ]
     return SimpleNamespace(param_groups=groups)
 
