@@ -6,33 +6,19 @@ Python process of a cluster. Each name in ``__all__`` is loaded on first use.
 
 from ._lazy import lazily
 
-_WHERE = {
-    "__version__": "._about",
-    "install": ".process.session",
-    "uninstall": ".process.session",
-    "status": ".process.session",
-    "audit": ".auditing.audits",
-    "watch_updates": ".auditing.updates",
-    "Audit": ".auditing.record",
-    "UpdateWatch": ".auditing.updates",
-    "Status": ".reporting.status",
-    "PrecisionShimError": ".errors",
-    "SettingsError": ".errors",
-    "DtypeError": ".errors",
-    "SeamError": ".errors",
-    "SourceError": ".errors",
-    "PartialInstallationError": ".errors",
-    "InconsistentPrecisionError": ".errors",
-    "UnsupportedPrecisionError": ".errors",
-    "CheckpointLayoutError": ".errors",
-    "CheckpointUnreadableError": ".errors",
-    "LossScaleError": ".errors",
-    "ScalerCheckpointError": ".errors",
-    "ScalerOfAnotherSaveError": ".errors",
-    "AuditError": ".errors",
-    "PlanError": ".errors",
-    "PrecisionShimWarning": ".errors",
+_NAMES = {
+    "._about": "__version__",
+    ".process.session": "install uninstall status",
+    ".auditing.audits": "audit",
+    ".auditing.updates": "watch_updates UpdateWatch",
+    ".auditing.record": "Audit",
+    ".reporting.status": "Status",
+    ".errors": "PrecisionShimError SettingsError DtypeError SeamError SourceError "
+    "PartialInstallationError InconsistentPrecisionError UnsupportedPrecisionError "
+    "CheckpointLayoutError CheckpointUnreadableError LossScaleError ScalerCheckpointError "
+    "ScalerOfAnotherSaveError AuditError PlanError PrecisionShimWarning",
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_WHERE)
 

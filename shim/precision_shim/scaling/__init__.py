@@ -11,23 +11,11 @@ from typing import TYPE_CHECKING
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from .belonging import Files as Files
-    from .checkpoint import BoundWhenPickled as BoundWhenPickled
-    from .checkpoint import SaveAside as SaveAside
-    from .checkpoint import files_of_rank as files_of_rank
-    from .checkpoint import load as load
-    from .checkpoint import raise_together as raise_together
-    from .checkpoint import record_of as record_of
-    from .checkpoint import restore as restore
-    from .checkpoint import save as save
-    from .checkpoint import to_tensor as to_tensor
-    from .record import FILE_NAME as FILE_NAME
-    from .record import ScalerRecord as ScalerRecord
-    from .record import ScalerSettings as ScalerSettings
-    from .record import read_record as read_record
-    from .scaler import LossScaler as LossScaler
-    from .skips import SkipCounter as SkipCounter
-    from .skips import states_of_no_step as states_of_no_step
+    from .belonging import *  # noqa: F403
+    from .checkpoint import *  # noqa: F403
+    from .record import *  # noqa: F403
+    from .scaler import *  # noqa: F403
+    from .skips import *  # noqa: F403
 
 _NAMES = {
     ".belonging": "Files",
