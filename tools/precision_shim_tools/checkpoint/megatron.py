@@ -153,22 +153,22 @@ def predict_resume(
             )
     counting = any(holds(feature, cpu_offload.GROUP) for feature in cpu_offload.FEATURES)
     shimmed = holds(DISPATCH, STATES)
-    told = _judge_groups(part, here, release(core), shimmed)
+    judged = _judge_groups(part, here, release(core), shimmed)
     if live.torchs_adam and part.facts.get("sharding"):
-        told = Outcome(
+        judged = Outcome(
             "refused" if shimmed else "fails",
             "Megatron would step with torch's Adam, and cannot load its states: TransformerEngine "
             "is not installed",
         )
-    if isinstance(told, Outcome):
-        return told
+    if isinstance(judged, Outcome):
+        return judged
     return (
         _cannot_count(part, live, counting, mends_offload)
         or (None if counting else _judge_left_out(part, live, mends_offload))
         or (_masters_with_shim(part, live) if shimmed else _masters_without(part, live))
         or _narrower(part, live, shimmed)
         or _scaler(part, live)
-        or _go_on(part, live, told)
+        or _go_on(part, live, judged)
     )
 
 
@@ -330,44 +330,44 @@ def _judge_groups(
     part: CheckpointPart, here: Here, core: tuple[int, ...], shimmed: bool
 ) -> Outcome | str:
     """The outcome if groups are not found or get others' settings; else what "exact" rests on."""
-    keys, config, told = groups.identifiers(core), here.config or {}, ""
+    keys, config, given = groups.identifiers(core), here.config or {}, ""
     unlike: dict[str, Any] = {}
     for saved in part.groups:
         live = []
         for group in saved:
-            own = not group.get("default_config", not group.get("is_decoupled_lr"))
-            fields = {pair[own]: name for name, pair in _RATES.items()}
+            overridden = not group.get("default_config", not group.get("is_decoupled_lr"))
+            fields = {pair[overridden]: name for name, pair in _RATES.items()}
             live.append(group | {fields[key]: config[key] for key in fields.keys() & config.keys()})
-            if not own:
+            if not overridden:
                 unlike |= {key: group.get(name) for key, name in fields.items()}
         unlike = {key: rate for key, rate in unlike.items() if config.get(key) != rate}
         differing = ", ".join(groups.merged(saved, keys))
         if shimmed and None in groups.restored(live, saved, keys):
             return Outcome("refused", f"the job's groups have other {differing} than those saved")
-        known = {groups.named(group, keys) for group in saved}
-        if any(groups.named(group, keys) not in known for group in live):
+        names = {groups.named(group, keys) for group in saved}
+        if any(groups.named(group, keys) not in names for group in live):
             why = "Megatron finds a group by its learning rates: the load ends in a KeyError"
             return Outcome("fails", why, _written(unlike) or "the saved decoupled rates")
         if differing and not shimmed:
             why = f"Megatron does not tell its parameter groups apart by {differing}"
             return Outcome("misread", f"{why}: all would get the settings of the last")
-        told += f", if the job's groups have the saved {differing}" if differing else ""
+        given += f", if the job's groups have the saved {differing}" if differing else ""
     if unlike and core < groups.RATES_SINCE:
-        return f"{told}, with the saved {_written(unlike)} whatever the job's config says"
-    return f"{told}, if the job has {_written(unlike)} (else: a KeyError)" if unlike else told
+        return f"{given}, with the saved {_written(unlike)} whatever the job's config says"
+    return f"{given}, if the job has {_written(unlike)} (else: a KeyError)" if unlike else given
 
 
 def _written(rates: Mapping[str, Any]) -> str:
     return ", ".join(f"{field}={rate}" for field, rate in sorted(rates.items()))
 
 
-def _go_on(part: CheckpointPart, live: Live, told: str) -> Outcome:
+def _go_on(part: CheckpointPart, live: Live, given: str) -> Outcome:
     masters = "int16 remainders" if part.masters == REMAINDERS else "fp32 masters"
     kept = "fp32"
     if live.precision_aware:
         kept = "int16 remainders" if live.remainders else "fp32 masters"
         kept += "".join(f", {name} {live.states[name]}" for name in MOMENTS)
-    return Outcome("exact", f"{masters} and moments go on in {kept}{told}")
+    return Outcome("exact", f"{masters} and moments go on in {kept}{given}")
 
 
 def _scaler(part: CheckpointPart, live: Live) -> Outcome | None:

@@ -31,7 +31,7 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the known optimizer fields of the job's config, and those in ``Config.beside``.
+        config: the optimizer fields of the job's config, and those in ``Config.beside``.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 
@@ -117,14 +117,14 @@ def remedy(part: CheckpointPart, here: Here) -> str:
 
 
 def _others(here: Here) -> Iterator[tuple[str, Here]]:
-    shimmed, known = replace(here, on=True), here.settings
+    shimmed, settings = replace(here, on=True), here.settings
     on = "" if here.on else "PRECISION_SHIM=1 "
     if not here.on:
         yield "PRECISION_SHIM=1", shimmed
     configured = replace(
-        known,
-        values={**known.values, "optimizer_states": "as-configured"},
-        origin={**known.origin, "optimizer_states": "argument"},
+        settings,
+        values={**settings.values, "optimizer_states": "as-configured"},
+        origin={**settings.origin, "optimizer_states": "argument"},
     )
     yield (
         f"{on}PRECISION_SHIM_OPTIMIZER_STATES=as-configured",
@@ -134,8 +134,8 @@ def _others(here: Here) -> Iterator[tuple[str, Here]]:
         text = " ".join(f"{key}: {str(value).lower()}" for key, value in fields.items())
         yield f"{on}{text} in the optimizer's config", replace(shimmed, instead=fields)
     for name in ("growth_interval", "growth_factor", "backoff_factor"):
-        if known.is_set(name):
-            unset = replace(known, origin={**known.origin, name: "default"})
+        if settings.is_set(name):
+            unset = replace(settings, origin={**settings.origin, name: "default"})
             yield f"{on}PRECISION_SHIM_{name.upper()} unset", replace(shimmed, settings=unset)
     if here.on:
         yield "PRECISION_SHIM=0", replace(here, on=False)

@@ -122,21 +122,21 @@ def _main(arguments: Sequence[str] | None) -> NoReturn:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Import only the module of the given command: `run` starts jobs and must be fast.
     parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
-    known, unknown = parser.parse_known_args(given)
-    if unknown and not known.any_options:
-        known.parser.error(f"unknown arguments: {' '.join(unknown)}")
-    if known.command is None:
+    asked, unknown = parser.parse_known_args(given)
+    if unknown and not asked.any_options:
+        asked.parser.error(f"unknown arguments: {' '.join(unknown)}")
+    if asked.command is None:
         parser.print_help()
         raise SystemExit(0)
     try:
         _check_variables(given[0])
-        if given[0] not in ("run", "demo"):  # the job and the demo report their own progress
-            Progress(known.parser.prog).start()
-        raise SystemExit(known.command(known))
+        if given[0] not in ("run", "demo"):  # the job and the demo report their progress themselves
+            Progress(asked.parser.prog).start()
+        raise SystemExit(asked.command(asked))
     except (PrecisionShimError, OSError) as error:
         Progress.stop()
-        print(fitted(f"{known.parser.prog}: {error}", sys.stderr), file=sys.stderr)
-        if known.parser.as_json:
+        print(fitted(f"{asked.parser.prog}: {error}", sys.stderr), file=sys.stderr)
+        if asked.parser.as_json:
             write(json.dumps({"error": str(error)}))
         raise SystemExit(2) from None
 

@@ -37,7 +37,7 @@ class Launch:
         carried: the variables in ``runtime_env``, which Ray gives to each process of the job.
         folder: the directory in which the job starts.
         by: the last launcher that changed what the process inherits: ``env``, ``srun`` or ``ray``.
-        unread: why a part of the line is not known.
+        unread: why a part of the line was not read.
     """
 
     driver: dict[str, str]
@@ -60,8 +60,8 @@ class Launch:
 
     def describe(self) -> str:
         """Return what driver and workers get; empty if both get the words in front, or nothing."""
-        told = self.by or self.workers != self.driver
-        if not told or PREFIX not in {**self.driver, **self.workers}:
+        says = self.by or self.workers != self.driver
+        if not says or PREFIX not in {**self.driver, **self.workers}:
             return ""
         driver, workers = (
             ", ".join(f"{name}={value}" for name, value in sorted(found.items()))

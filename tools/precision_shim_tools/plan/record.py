@@ -94,24 +94,24 @@ class Decided:
 
 def unknown_keys(
     written: Iterable[str],
-    known: Collection[str],
+    names: Collection[str],
     subject: str,
     key: str,
     whose: str,
     *,
     places: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Problem]:
-    """Return a problem for each key of ``written`` that is not in ``known``, if that is not empty.
+    """Return a problem for each key of ``written`` that is not in ``names``, if that is not empty.
 
     ``{}`` in ``key``, such as ``"actor.optim.{}"``, stands for a key's name; ``whose`` names the
     config that allows the keys, such as ``"Megatron's OptimizerConfig"``. ``places`` maps names
     to the keys that take effect under these names, which may be in other sections.
     """
     problems = []
-    for name in written if known else ():
-        if name not in known:
+    for name in written if names else ():
+        if name not in names:
             message, remedy = f"{whose} has no {name!r}", "Correct the key, or leave it out."
-            for near in get_close_matches(name, known, n=1):
+            for near in get_close_matches(name, names, n=1):
                 remedy = f"Did you mean {places.get(near, near)}? {remedy}"
             if name in places:
                 remedy = f"Write {places[name]}, or leave it out."
@@ -187,10 +187,10 @@ class JobPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, lists, strings and numbers."""
-        told = asdict(self)
-        for model, plan in zip(told["models"], self.models, strict=True):
+        values = asdict(self)
+        for model, plan in zip(values["models"], self.models, strict=True):
             for side in ("without", "with_shim"):
                 stages: tuple[Stage, ...] = getattr(plan, side)
                 for shown, stage in zip(model[side], stages, strict=True):
                     shown["totals"] = stage.totals
-        return told
+        return values

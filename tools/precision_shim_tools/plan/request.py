@@ -71,7 +71,7 @@ class Request:
     Attributes:
         world_size: number of GPUs that train.
         models: the models that use memory of the GPUs that train.
-        problems: illegal config values of the whole job; each model has its own list.
+        problems: illegal config values of the whole job; each model has a list, too.
         notes: remarks for the user.
         rollout: whether the job has a rollout.
     """
@@ -166,9 +166,9 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
             models.append(model)
             where = f"{request.framework} {request.version or ''}".strip()
             if job.in_force("audit", ""):  # which says it in the worker
-                told = {fault.key for fault in faults}
+                reported = {fault.key for fault in faults}
                 found = _find_idle_keys(plannable.wrote, model, where)
-                problems += (one for one in found.problems if one.key not in told)
+                problems += (one for one in found.problems if one.key not in reported)
                 models[-1] = replace(model, notes=(*model.notes, *found.notes))
     # The rollout's check and the model's reader refuse the same value of the same key.
     problems = list({(one.key, one.message): one for one in problems}.values())

@@ -72,8 +72,8 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
         sides = driver.read_sides(config, job.in_force, directory)
     except DtypeError as error:
         # The plan already reports a wrong dtype name in a model's section.
-        own = error.key.startswith(reader.INFERENCE)
-        return ([Problem.of(error, "rollout", error.key)] if own else []), []
+        of_rollout = error.key.startswith(reader.INFERENCE)
+        return ([Problem.of(error, "rollout", error.key)] if of_rollout else []), []
     findings, writes = predict_sides(job, sides, ROLLOUT)
     for key, value in writes.items():
         dtypes.write(config, key, value)
@@ -90,8 +90,8 @@ def load(job: Job) -> tuple[Any, list[str]]:
         PlanError: SkyRL cannot load the config.
     """
     # A user's entry point may have options that are not of the form KEY=VALUE.
-    own = job.target.startswith("skyrl.")
-    words = [word for word in job.arguments if own or "=" in word]
+    theirs = job.target.startswith("skyrl.")
+    words = [word for word in job.arguments if theirs or "=" in word]
     unread: list[str] = []
     try:
         if _tunes(job):
@@ -106,14 +106,14 @@ def load(job: Job) -> tuple[Any, list[str]]:
                 config = SkyRLTrainConfig.from_cli_overrides(words)
             except ValueError:
                 defaults = SkyRLTrainConfig()
-                known = [word for word in words if own or _has(defaults, word.partition("=")[0])]
-                config = SkyRLTrainConfig.from_cli_overrides(known)
-                unread = [word.partition("=")[0] for word in words if word not in known]
-                words = known
+                kept = [word for word in words if theirs or _has(defaults, word.partition("=")[0])]
+                config = SkyRLTrainConfig.from_cli_overrides(kept)
+                unread = [word.partition("=")[0] for word in words if word not in kept]
+                words = kept
         note_command_line(config, words)
     except Exception as error:  # omegaconf and SkyRL raise various errors
         # Other programs, and fine-tuning, have keys that SkyRL's RL config does not have.
-        near = _near(words) if own and not _tunes(job) else ""
+        near = _near(words) if theirs and not _tunes(job) else ""
         raise PlanError(
             f"{_where()}, {job.target}: {said(error).rstrip('.')}. {near}Correct the command line."
         ) from error
@@ -125,9 +125,9 @@ def _near(words: list[str]) -> str:
     from skyrl.train.config import SkyRLTrainConfig
 
     defaults = SkyRLTrainConfig()
-    known = [key for key, value in values_of(defaults) if not is_dataclass(value)]
-    known += [
-        f"{key}.{one}" for key in known if key.endswith(".mixed_precision") for one in reader.MIXED
+    every = [key for key, value in values_of(defaults) if not is_dataclass(value)]
+    every += [
+        f"{key}.{one}" for key in every if key.endswith(".mixed_precision") for one in reader.MIXED
     ]
     keys = dict(word.partition("=")[::2] for word in words)
     strategy = keys.get("trainer.strategy", defaults.trainer.strategy)
@@ -136,8 +136,8 @@ def _near(words: list[str]) -> str:
         if key == "trainer.fp16":  # the flag that would be beside trainer.bf16
             both = f"{reader.in_fp16(strategy)} and {reader.KEY}=float16"
             return f"Did you mean {both}? "
-        elsewhere = [one for one in known if one.rpartition(".")[2] == last]
-        near = get_close_matches(key, elsewhere, 1, 0.7) or get_close_matches(key, known, 1, 0.9)
+        elsewhere = [one for one in every if one.rpartition(".")[2] == last]
+        near = get_close_matches(key, elsewhere, 1, 0.7) or get_close_matches(key, every, 1, 0.9)
         if near:
             return f"Did you mean {near[0]}? "
     return ""
@@ -247,7 +247,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
 
 
 def _flags(job: Job, trainer: Any, role: str) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    """Check that Megatron is not told fp16 and bf16 at once."""
+    """Check that the config does not ask Megatron for fp16 and bf16 at once."""
     place, written = (
         f"trainer.{role}.megatron_config.{reader.LAYERS}",
         reader.layers_of(trainer, role),
