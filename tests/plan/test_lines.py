@@ -138,6 +138,7 @@ LAUNCHED = [
     ("sh -c 'PRECISION_SHIM=$MINE JOB'", "PRECISION_SHIM=$MINE is not computed here"),
     ("env -u PRECISION_SHIM uv run --env-file off.sh -m TARGET", OFF),
     ("uv run --env-file=off.sh -m TARGET", "legal\n"),
+    ("env - uv run --env-file on.sh --env-file off.sh -m TARGET", OFF),
     ("docker run --rm image JOB", "whether docker passes on PRECISION_SHIM, or sets it, is not"),
     ("docker run -e PRECISION_SHIM image JOB", EVERYWHERE),
     ("docker run --env=PRECISION_SHIM=0 image sh -c 'JOB'", OFF),
@@ -156,6 +157,7 @@ def test_a_plan_says_which_processes_of_a_line_have_the_shim(
     monkeypatch.setenv("PRECISION_SHIM", "1")
     Path("on.yaml").write_text("env_vars: {PRECISION_SHIM: '1'}\n")
     Path("number.yaml").write_text("env_vars: {PRECISION_SHIM: 1}\n")
+    Path("on.sh").write_text("PRECISION_SHIM=1\n")
     Path("off.sh").write_text("A=1\nexport PRECISION_SHIM='0'  # not now\n")
     target = " ".join(SKYRL_ON_FSDP[3:])
     other = []

@@ -209,6 +209,7 @@ class _Front:
         self._launch = launch
         self._launcher = ""
         self._inherited: dict[str, str] = {}
+        self._filed: set[str] = set()
         self._here = Path()
 
     def follow(self, front: Sequence[str]) -> None:
@@ -263,9 +264,10 @@ class _Front:
             _export(launch, value.split(","))
         elif option in _RUNTIME_ENV and self._launcher == "ray":
             _runtime_env(launch, option, value, self._here)
-        elif option == "--env-file":  # of uv or docker, neither of which overrides a variable
+        elif option == "--env-file":  # of uv or docker: a file overrides only an earlier file
             for name, found in _IN_FILE.findall(launch.text_of(value, option)):
-                if name not in launch.driver:
+                if name not in launch.driver or name in self._filed:
+                    self._filed.add(name)
                     launch.assign(name, found.strip("\"'"))
 
 
