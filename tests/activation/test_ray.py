@@ -378,7 +378,7 @@ def test_the_driver_tells_of_a_worker_without_the_shim(drive, tmp_path):
     body = """
 import asyncio, time, warnings
 import small
-from precision_shim.process import session
+from precision_shim.process import actors, session
 
 told = []
 warnings.simplefilter("always")
@@ -399,7 +399,8 @@ async def awaited(actor):
         await actor.name.remote()
     return result
 
-def start(*kinds, strict=False, awaits=False, **env_vars):
+def start(*kinds, strict=False, awaits=False, patience=60.0, **env_vars):
+    actors.PATIENCE = patience
     env = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", **env_vars}
     said = []
     for kind in kinds:
@@ -411,10 +412,10 @@ def start(*kinds, strict=False, awaits=False, **env_vars):
                 result = asyncio.run(awaited(one))
             else:
                 result = ray.get(one.name.remote() if kind is small.Worker else one)
+            while session._current.actors._waiting:
+                ray.get(ray.put(time.sleep(0.05)))
         except precision_shim.PartialInstallationError as error:
             result = f"error: {error}"
-        while session._current.actors._waiting:
-            ray.get(ray.put(time.sleep(0.05)))
         said.append([result, *told])
         precision_shim.uninstall()
     return said
@@ -426,6 +427,7 @@ found.update({
     "variable": start(small.Worker, PRECISION_SHIM=""),
     "package": start(small.Worker, small.work, **package),
     "strict": start(small.Worker, strict=True, **package),
+    "slow strict": start(small.Worker, strict=True, patience=0.001, **package),
     "awaited": start(small.Worker, awaits=True, **package),
     "awaited strict": start(small.Worker, awaits=True, strict=True, **package),
 })
@@ -443,7 +445,7 @@ assert [getattr(*one) for one in (*names, (ray, "get"))] == before
     assert lacking in told
     assert ": small.work, which" in other
     assert lacking in other
-    for strict in ("strict", "awaited strict"):
+    for strict in ("strict", "slow strict", "awaited strict"):
         ((error,),) = found[strict]
         assert error.startswith("error: ")
         assert lacking in error

@@ -46,9 +46,19 @@ def run(launch: Launch) -> Any:
                 frameworks="megatron", features="fp16-scaling", strict=True, export=False
             )
         try:
-            return {"fsdp": fsdp, "tensors": tensors, "unscaled": unscaled}[launch.case](launch)
+            cases = {"alone": alone, "fsdp": fsdp, "tensors": tensors, "unscaled": unscaled}
+            return cases[launch.case](launch)
         finally:
             precision_shim.uninstall()
+
+
+def alone(_: Launch) -> str:
+    """Build a model and its fp16 optimizer, as a trainer without an adapter."""
+    try:
+        Trainer.of(fp16())
+    except (PartialInstallationError, RuntimeError) as error:  # the other rank has left
+        return str(error)
+    return ""
 
 
 def fsdp(launch: Launch) -> bool | str:

@@ -16,9 +16,10 @@ def test_megatron_fsdp(launch: Ranks) -> None:
     assert launch("fsdp", parallel={"pipeline_model_parallel_size": 2}) == [False, False]
 
 
-def test_a_rank_without_the_shim_is_named(launch: Ranks) -> None:
-    """Before the stages gather their dtypes, which only ranks with the shim do."""
-    told, _ = launch("fsdp", parallel={"pipeline_model_parallel_size": 2}, only=0)
+@pytest.mark.parametrize(("case", "stages"), [("fsdp", 1), ("fsdp", 2), ("alone", 1)])
+def test_a_rank_without_the_shim_is_named(launch: Ranks, case: str, stages: int) -> None:
+    """Before the stages gather their dtypes, and before only this rank lets overflows pass."""
+    told, _ = launch(case, parallel={"pipeline_model_parallel_size": stages}, only=0)
     assert "of 2 ranks, rank 1: without the shim" in str(told)
 
 

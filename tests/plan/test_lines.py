@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from ..processes.commands import command
+from .rows import SKYRL_ON_FSDP
 from .test_frameworks import LLAMA, SKYRL, model, needs, planned, refused  # noqa: F401
 
 
@@ -95,6 +98,77 @@ def test_the_kill_switch(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     # As for a job, the line's own variable counts, not the environment's.
     _, plan = planned("--parameters", "1M", "--", *on, "PRECISION_SHIM=strict", *words)
     assert plan["models"][0]["decisions"]
+
+
+JSON, OFF = """'{"env_vars": {"PRECISION_SHIM": "1"}}'""", "PRECISION_SHIM=0 is set"
+EVERYWHERE = "in the driver and the workers: PRECISION_SHIM=1"
+UNSET, UNREAD = (
+    "PRECISION_SHIM is unset: ",
+    "PRECISION_SHIM is unset as far as this line can be read",
+)
+LAUNCHED = [
+    # The line, in a shell in which the shim is on, and what the plan says of it.
+    ("JOB", "legal\n"),
+    ("nohup torchrun --nproc-per-node=2 -m TARGET", "legal\n"),
+    ("accelerate launch --num_processes 2 -m TARGET", "legal\n"),
+    ("env -u PRECISION_SHIM JOB", UNSET),
+    ("env -iu A JOB", UNSET),
+    ("/usr/bin/env - PRECISION_SHIM=1 JOB", EVERYWHERE),
+    ("env -S '-u PRECISION_SHIM python' -m TARGET", UNSET),
+    ("env -S'PRECISION_SHIM=0 JOB'", OFF),
+    ("env --block-signal JOB", "env --block-signal: this option is not known here"),
+    ("srun --export=NONE JOB", UNSET),
+    ("srun --export none,PRECISION_SHIM=1 JOB", EVERYWHERE),
+    ("srun --export=all -n 2 JOB", EVERYWHERE),
+    ("sbatch --wrap='srun JOB' --export=NONE", UNSET),
+    ("sbatch --export=ALL,PRECISION_SHIM=0 --wrap 'JOB'", OFF),
+    ("ray job submit -- JOB", "is unset, unless the Ray cluster was started with it: "),
+    ("ray job submit --runtime-env-json=JSON --no-wait -- JOB", EVERYWHERE),
+    ("ray job submit --runtime-env-json JSON -- env -u PRECISION_SHIM JOB", "in the driver: PREC"),
+    ("bash -c 'ray job submit --runtime-env=on.yaml -- JOB'", EVERYWHERE),
+    ("ray job submit --working-dir=. --runtime-env number.yaml -- JOB", UNREAD),
+    ("ray job submit --runtime-env none.yaml -- JOB", UNREAD),
+    ("ray submit cluster.yaml JOB", UNREAD),
+    ("bash -lc 'cd .. && export A=1 PRECISION_SHIM=0; JOB 2>&1 | tee log'", OFF),
+    ("bash -e -o pipefail -c 'unset PRECISION_SHIM\n# not it\nJOB \\\n >log'", UNSET),
+    ("PRECISION_SHIM=0 bash -c 'PRECISION_SHIM=1 exec JOB'", "legal\n"),
+    ("bash -c 'PRECISION_SHIM=0; JOB'", "PRECISION_SHIM=0: what it does to PRECISION_SHIM is not"),
+    ("bash -c 'source off.sh && JOB'", "source off.sh: what it does to PRECISION_SHIM is not"),
+    ("bash -c '. none.sh; JOB'", ". none.sh cannot be read here"),
+    ("sh -c 'PRECISION_SHIM=$MINE JOB'", "PRECISION_SHIM=$MINE is not computed here"),
+    ("env -u PRECISION_SHIM uv run --env-file off.sh -m TARGET", OFF),
+    ("uv run --env-file=off.sh -m TARGET", "legal\n"),
+    ("env - uv run --env-file on.sh --env-file off.sh -m TARGET", OFF),
+    ("docker run --rm image JOB", "whether docker passes on PRECISION_SHIM, or sets it, is not"),
+    ("docker run -e PRECISION_SHIM image JOB", EVERYWHERE),
+    ("docker run --env=PRECISION_SHIM=0 image sh -c 'JOB'", OFF),
+    ("podman run --env-file off.sh image JOB", OFF),
+    ("sudo JOB", UNREAD),
+    ("ssh host env PRECISION_SHIM=1 JOB", EVERYWHERE),
+    ("mpirun -np 2 -x PRECISION_SHIM JOB", EVERYWHERE),
+]
+
+
+@needs("skyrl")
+def test_a_plan_says_which_processes_of_a_line_have_the_shim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRECISION_SHIM", "1")
+    Path("on.yaml").write_text("env_vars: {PRECISION_SHIM: '1'}\n")
+    Path("number.yaml").write_text("env_vars: {PRECISION_SHIM: 1}\n")
+    Path("on.sh").write_text("PRECISION_SHIM=1\n")
+    Path("off.sh").write_text("A=1\nexport PRECISION_SHIM='0'  # not now\n")
+    target = " ".join(SKYRL_ON_FSDP[3:])
+    other = []
+    for line, said in LAUNCHED:
+        line = line.replace("JOB", "python -m TARGET")  # noqa: PLW2901
+        words = line.replace("TARGET", target).replace("JSON", JSON)
+        ended = command("plan", "--parameters", "1M", "--", *shlex.split(words))
+        told = ended.out if said.endswith("\n") else " ".join(ended.out.split())
+        if said not in told:
+            other.append(f"{line}\n{ended.out}{ended.err}")
+    assert not other, "\n\n".join(other)
 
 
 EXAMPLE = """

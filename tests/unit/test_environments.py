@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import configparser
 import re
+import runpy
+import sys
 from itertools import product
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from precision_shim_adapters.frameworks import FRAMEWORKS
 
@@ -52,3 +57,17 @@ def test_a_version_needs_no_commands_of_its_own() -> None:
         own = [line for line in conditions if words & set(re.findall(r"[\w.]+", line))]
         assert own, f"{one.framework} would run nothing, and pass"
         assert one.tested[-1] not in " ".join(own), "a later version would run something else"
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("commit", ["", "1867+g61a1251d7"])
+def test_a_build_of_a_tree_without_git_says_so(
+    monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (fallback,) = re.findall(r'^fallback-version = "(.*)0"$', text, re.MULTILINE)
+    built = ModuleType("precision_shim._version")
+    vars(built)["__version__"] = f"{fallback}{commit or 0}"
+    monkeypatch.setitem(sys.modules, built.__name__, built)
+    version = runpy.run_module("precision_shim._about")["__version__"]
+    assert version == f"{fallback}{commit or '0+source.without.git'}"

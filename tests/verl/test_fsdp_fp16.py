@@ -425,6 +425,10 @@ def test_adapters_need_the_bytes_that_the_plan_says(fsdp_ranks: Ranks, checkpoin
     assert (code, told) == (1, [("lora", "critic.model.lora_rank")])
 
 
+def test_a_rank_without_the_shim_is_named(fsdp_ranks: Ranks) -> None:
+    assert "of 2 ranks, rank 1: without the shim" in fsdp_ranks("half")[0]
+
+
 # -- strict ------------------------------------------------------------------------------------
 
 

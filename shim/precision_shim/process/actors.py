@@ -38,6 +38,8 @@ class Actors:
         self.enter, self.leave = self._wrapping.enter, self._wrapping.leave
         self._get: Any = None
         self._waiting: dict[Any, str] = {}
+        self._late: set[Any] = set()
+        """Answers for which a call has waited once; no other call does."""
         self._tasks: set[str] = set()
         self._message = ""
 
@@ -87,7 +89,7 @@ class Actors:
         self._waiting[reference] = name
 
     def _hear(self, seconds: float) -> None:
-        """Judge the answers that come within ``seconds``; in strict mode raise an error, once.
+        """Wait ``seconds`` for new answers; judge those that are here; in strict mode raise, once.
 
         A thread of Ray must not read an answer: it would wait for the lock under which an actor
         imports its class, and a class of SkyRL waits for that thread when it is imported.
@@ -97,8 +99,12 @@ class Actors:
         import ray
 
         waiting, self._waiting = self._waiting, {}
-        ready, late = ray.wait([*waiting], num_returns=len(waiting), timeout=seconds)
-        self._waiting.update((one, waiting[one]) for one in late if not seconds)
+        fresh = [one for one in waiting if one not in self._late] if seconds else []
+        if fresh:
+            self._late.update(ray.wait(fresh, num_returns=len(fresh), timeout=seconds)[1])
+        ready, late = ray.wait([*waiting], num_returns=len(waiting), timeout=0)
+        self._waiting.update((one, waiting[one]) for one in late)
+        self._late.difference_update(ready)
         for one in ready:
             with contextlib.suppress(Exception):  # the process has ended
                 self._judge(waiting[one], *self._get(one))

@@ -123,7 +123,7 @@ class Marks:
 
     def _difference(self, mark: str) -> str:
         if not mark:
-            return "without the shim"
+            return "without the shim, or no longer running"
         mine, theirs = json.loads(self._mine), json.loads(mark)
         names: Iterable[str] = dict.fromkeys((*mine, *theirs))
         return ", ".join(

@@ -25,7 +25,7 @@ from precision_shim.process.versions import version_of
 
 from ..plan import plot, text
 from ..plan.command import Job, Options, read_launch_line
-from ..plan.launching import read_launch
+from ..plan.launching import read_launch, unfold
 from ..plan.request import Request, Rules, make
 from ..plan.search import render, search
 from . import build_parser
@@ -97,7 +97,7 @@ def run(asked: argparse.Namespace) -> int:
     try:
         # At import some frameworks log to standard output, which may contain only the plan.
         with redirect_stdout(sys.stderr):
-            job, request, rules = _read(asked, _without_run(words))
+            job, request, rules = _read(asked, _without_run(unfold(words)))
         return _show(asked, job, request, rules)
     except (PrecisionShimError, OSError):
         raise

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from precision_shim.files.models import directory_of
 
 from ..predicted import PredictedFeatures
 from . import shapes
-from .launching import Launch, read_launch
+from .launching import END, Launch, read_launch, unfold
 from .shapes import Model
 
 if TYPE_CHECKING:
@@ -136,12 +137,13 @@ def read_launch_line(
     by_package = {
         package: framework.framework for framework in known for package in framework.packages
     }
-    missing = ""
+    missing, words = "", unfold(words)
     for place, word in enumerate(words):
         script = word.endswith(".py") and not word.startswith("-") and "=" not in word
         module = place > 0 and words[place - 1] in ("-m", "--module")
         if module or script:
-            front, rest = tuple(words[:place]), words[place + 1 :]
+            front = tuple(words[:place])
+            rest = list(takewhile(END.__ne__, words[place + 1 :]))
             arguments = tuple(rest[1:] if rest[:1] == ["--"] else rest)
             launch = read_launch(front, arguments)
             source = file_of(word, launch.folder) if module else launch.folder / word

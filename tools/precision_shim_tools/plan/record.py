@@ -173,6 +173,7 @@ class JobPlan:
         problems: the illegal values in the job's config.
         models: one plan for each model that uses memory of the GPUs that train.
         unset: see ``Job``.
+        unsure: whether it may be set by a part of the launch line that is not read.
     """
 
     framework: str
@@ -184,6 +185,7 @@ class JobPlan:
     models: tuple[ModelPlan, ...]
     notes: tuple[str, ...] = ()
     unset: bool = False
+    unsure: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, lists, strings and numbers."""

@@ -201,8 +201,8 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     if job.unset:
         notes.insert(
             0,
-            "PRECISION_SHIM is unset: the job has the shim only if it calls install(). To switch "
-            f"it on, {job.launch.remedy}",
+            f"PRECISION_SHIM is unset{job.launch.doubt}: the job has the shim only if it calls "
+            f"install(). To switch it on, {job.launch.remedy}",
         )
     notes[:0] = [*filter(None, [job.launch.describe()]), *job.launch.unread]
     return JobPlan(
@@ -215,4 +215,5 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
         tuple(models),
         tuple(notes),
         job.unset,
+        bool(job.unset and job.launch.unread),
     )

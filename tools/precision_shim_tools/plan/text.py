@@ -22,9 +22,10 @@ def render(plan: JobPlan, memory: float | None = None) -> str:
     words += [f"TransformerEngine {plan.transformer_engine}"] * bool(plan.transformer_engine)
     words += [f"megatron-core {plan.megatron_core}"] * bool(plan.megatron_core)
     count = len(plan.problems)
-    verdict = "legal" + "; the shim is not on" * plan.unset
+    off = "is perhaps not on" if plan.unsure else "is not on"
+    verdict = "legal" + f"; the shim {off}" * plan.unset
     if plan.unset and any(model.ends or _wrong(model) for model in plan.models):
-        verdict = "legal only with the shim, which is not on"
+        verdict = f"legal only with the shim, which {off}"
     verdict = f"{count} problem{'s' if count > 1 else ''}" if count else verdict
     blocks = [[f"plan of {', '.join(words)}: {verdict}"]]
     blocks += [_model(model, memory) for model in plan.models]

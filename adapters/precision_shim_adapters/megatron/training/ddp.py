@@ -114,7 +114,6 @@ def _align(build: Build, config: Any, model: TrainableDtypes, now: InForce) -> t
         problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
         because = "left as it is"
     elif changed:
-        check_ranks()
         config.grad_reduce_in_fp32 = build.in_fp32
         if build.in_fp32 and getattr(config, SUMS, None):  # ``GRAD_BUCKET=align``
             setattr(config, SUMS, ())
@@ -204,6 +203,7 @@ def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> Trainable
     """
     if not torch.distributed.is_initialized():
         return model
+    check_ranks()  # before the buckets and the fp16 overflows of the ranks go different ways
     group = getattr(pg_collection, "pp", None)
     if group is None:
         from megatron.core import parallel_state
@@ -211,7 +211,6 @@ def _over_stages(model: TrainableDtypes, pg_collection: Any = None) -> Trainable
         group = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
     if group is None or torch.distributed.get_world_size(group) < 2:
         return model
-    check_ranks(group)
     every: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(every, model, group=group)
     return sum(every, TrainableDtypes())

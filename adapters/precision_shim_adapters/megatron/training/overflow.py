@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, decide, holding, seam, warn
+from precision_shim.adapting import Call, check_ranks, current_settings, decide, holding, seam, warn
 from precision_shim.scaling import SkipCounter
 from precision_shim.scaling.record import lower_tracker
 
@@ -297,6 +297,7 @@ def take_settings(
     growth_interval: float,
 ) -> Any:
     """Make a scaler with the factors that the user set, and report its settings as a decision."""
+    check_ranks()  # each rank asks the others for an overflow, and must do so equally often
     taken = factors_set(current_settings())
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor, **taken}
     call.arguments.update(taken)
