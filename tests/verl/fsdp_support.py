@@ -94,6 +94,7 @@ def prepare() -> None:
 
     # verl asks whether a config is among the keys, which imports a module of every model.
     mapping = type(transformers.AutoModelForCausalLM._model_mapping)
+    mapping.__iter__ = lambda self, keys=mapping.keys: iter(keys(self))
     mapping.keys = lambda self: self
 
     # A CUDA build of torch cannot pin memory without a driver.
