@@ -36,15 +36,26 @@ def composed_once() -> Iterator[None]:
         yield
         return
     kind = importlib.import_module("hydra._internal.core_plugins.file_config_source")
+    loader = importlib.import_module("hydra._internal.config_loader_impl").ConfigLoaderImpl
     instance = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance
     compose, load = hydra.compose, kind.FileConfigSource.load_config
+    merge = loader._compose_config_from_defaults_list
+
+    def installed(places: Any) -> bool:
+        return all(_INSTALLED in one.path for one in places if one.path.startswith("file:"))
 
     def composed(config_name: str, overrides: list[str], **more: Any) -> Any:
         places = instance().hydra.config_loader.get_search_path().get_path()
         key = (*(one.path for one in places), config_name, *overrides, *more.items())
-        if all(_INSTALLED in one.path for one in places if one.path.startswith("file:")):
+        if installed(places):
             return _once(key, lambda: compose(config_name, overrides, **more))
         return compose(config_name, overrides, **more)
+
+    def merged(self: Any, defaults: Any, repo: Any) -> Any:
+        key = (*(one.path for one in repo.get_sources()), *map(repr, defaults))
+        if all(_INSTALLED in one.path for one in repo.get_sources() if one.scheme() == "file"):
+            return _once(key, lambda: merge(self, defaults, repo))
+        return merge(self, defaults, repo)
 
     def loaded(self: Any, config_path: str) -> Any:
         if _INSTALLED in self.path:
@@ -53,6 +64,7 @@ def composed_once() -> Iterator[None]:
 
     with (
         mock.patch.object(hydra, "compose", composed),
+        mock.patch.object(loader, "_compose_config_from_defaults_list", merged),
         mock.patch.object(kind.FileConfigSource, "load_config", loaded),
     ):
         yield

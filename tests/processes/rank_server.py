@@ -180,16 +180,15 @@ def serving(module: str) -> Any:
 
 
 def look_ahead(framework: str) -> None:
-    """Read all sources that a rank's ``install()`` will read, once, in the server.
+    """Read once, in the server, the records and the adapter that a rank's ``install()`` will read.
 
-    Nothing is patched, and no framework is imported. The call fills the cache of descriptions of
-    source code, which the ranks inherit.
+    Nothing is patched, and no framework is imported.
     """
-    from precision_shim.process.registry import entries, load
-    from precision_shim.seams import look
+    from precision_shim.process.registry import entries
+    from precision_shim.process.settings import resolve
+    from precision_shim_tools.predicted import predict_status
 
-    for seam in load(entries(third_party=False)[framework]).seams:
-        look(seam.target)
+    predict_status(entries(third_party=False)[framework], resolve(environ={}))
 
 
 def _result(folder: Path, rank: int) -> Path:

@@ -1,7 +1,7 @@
-"""Prints the configs that verl's own ``main_ppo`` makes of launch lines, as JSON.
+"""Replaces launch lines in a JSON file by the configs that verl's own ``main_ppo`` makes of them.
 
-It is a process of its own, because Hydra configures a process's logging and streams. Its input is a
-JSON list of lines, each a list of words. Its output has text where verl refuses a line.
+It is a process of its own, because Hydra configures a process's logging and streams. Each line is a
+list of words. It is replaced by a text if verl refuses it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from precision_shim_adapters.common.omegaconf_values import plain
@@ -44,8 +45,9 @@ def composed(program: Any, words: list[str]) -> dict[str, Any] | str:
 
 
 if __name__ == "__main__":
-    lines = json.load(sys.stdin)
-    with contextlib.redirect_stdout(sys.stderr):
-        main_ppo = importlib.import_module("verl.trainer.main_ppo")
-    with composed_once():  # of which hydra.main takes the parsed files
-        print(json.dumps([composed(main_ppo, words) for words in lines]))
+    file = Path(sys.argv[1])
+    lines = json.loads(file.read_text(encoding="utf-8"))
+    main_ppo = importlib.import_module("verl.trainer.main_ppo")
+    with composed_once():  # of which hydra.main takes the merged files
+        configs = [composed(main_ppo, words) for words in lines]
+    file.write_text(json.dumps(configs), encoding="utf-8")

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
+from ..processes.composed_once import composed_once
 from ..stand_ins.tiny_models import VOCABULARY
 from .support import batch as supervised_batch
 from .support import training_config, value_loss
@@ -91,11 +92,10 @@ def prepare() -> None:
     import verl.workers.engine.fsdp.transformer_impl
     import verl.workers.engine_workers
 
-    # These lookups import a module of every model, so do them once, in the server.
-    for name in ("CausalLM", "ImageTextToText", "TokenClassification", "Vision2Seq"):
-        kind = getattr(transformers, f"AutoModelFor{name}", None)
-        if kind is not None:  # transformers 5 has no Vision2Seq
-            kind._model_mapping.keys()
+    # verl asks whether a config is among the keys, which imports a module of every model.
+    mapping = type(transformers.AutoModelForCausalLM._model_mapping)
+    mapping.__iter__ = lambda self, keys=mapping.keys: iter(keys(self))
+    mapping.keys = lambda self: self
 
     # A CUDA build of torch cannot pin memory without a driver.
     impl = verl.workers.engine.fsdp.transformer_impl
@@ -300,8 +300,8 @@ PLACES = {
 
 def composed(model: str, *overrides: str, role: str = "actor") -> Any:
     """verl's shipped config of a job on FSDP2 in which a role trains a tiny model in fp16."""
+    import hydra
     import verl.trainer.config as shipped
-    from hydra import compose, initialize_config_dir
 
     place, sharding, owner = PLACES[role]
     words = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
@@ -312,8 +312,9 @@ def composed(model: str, *overrides: str, role: str = "actor") -> Any:
     words += [f"{owner}.enable_gradient_checkpointing=False", f"{owner}.use_remove_padding=False"]
     words += [f"++{owner}.override_config.attn_implementation=eager"]
     words += [f"++{place}.{sharding}.mixed_precision.param_dtype=fp16"]
-    with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
-        return compose("ppo_trainer", overrides=[*words, *overrides])
+    at = os.path.dirname(shipped.__file__)
+    with hydra.initialize_config_dir(at, version_base=None), composed_once():
+        return hydra.compose("ppo_trainer", [*words, *overrides])
 
 
 class Legacy:

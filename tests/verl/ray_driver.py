@@ -1,13 +1,16 @@
 """A verl driver: real training workers in a real local Ray cluster; prints the results.
 
 Run as a script, because workers inherit the driver's environment. Arguments: the backends (see
-``ray_workers.BACKEND``), a folder with a model, a folder for checkpoints.
+``ray_workers.BACKEND``), a folder with a model, a folder for checkpoints, and further jobs in the
+same cluster: names of functions of ``OTHERS``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,51 +27,103 @@ SAVED = 500
 FIGURES = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps")
 
 
-def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
+def group_of(count: int, given: dict[str, Any], **variables: str) -> Any:
+    """verl's own worker group; each actor has a worker of each class."""
+    from examples.processes import ports
+    from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray.base import create_colocated_worker_cls
+
+    return RayWorkerGroup(
+        resource_pool=RayResourcePool(
+            process_on_nodes=[count], use_gpu=False, max_colocate_count=1
+        ),
+        ray_cls_with_init=create_colocated_worker_cls(given),
+        device_name="cpu",
+        master_port_range=ports.a_range(),
+        worker_env=variables,
+    )
+
+
+def told(heard: list[str]) -> list[list[str]]:
+    """What this driver was told of the workers so far, and of one without the package."""
+    import ray
+    from verl.single_controller.base import Worker
+    from verl.single_controller.ray import RayClassWithInitArgs
+
+    from tests.every_framework import lacking
+    from tests.verl.ray_workers import BACKEND
+
+    given = {"actor": RayClassWithInitArgs(cls=ray.remote(Worker))}
+    return lacking.without_the_package(
+        heard, lambda environment: group_of(1, given, **environment["env_vars"], **{BACKEND: ""})
+    )
+
+
+def sides(heard: list[str]) -> dict[str, Any]:
+    """Run verl's ``run_ppo``, up to the actor that receives the config.
+
+    Returns:
+        The driver's warnings, and the dtype that the actor reads.
+    """
+    import precision_shim
+    from tests.every_framework.both_sides import FOLLOW
+    from tests.every_framework.shim_warnings import ours
+    from tests.verl.ray_workers import Runner
+    from tests.verl.test_both_sides import ROLLOUT, composed, side
+
+    precision_shim.install(frameworks=["verl"], settings=FOLLOW, export=False)
+    from verl.trainer.main_ppo import run_ppo
+    from verl.utils.device import auto_set_device  # after install(), to get the wrapper
+
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as answer:
+        words = [*side("actor", "fp16"), f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=bf16"]
+        words.append(f"trainer.default_local_dir={answer.name}")
+        with composed(words) as config, ours() as said:
+            auto_set_device(config)
+            run_ppo(config, task_runner_class=Runner)
+        return {**json.load(answer), "told": said}
+
+
+OTHERS = {"told": told, "sides": sides}
+
+
+def main(backends: str, model: str, folder: Path, *others: str) -> dict[str, Any]:
     """Train with overflows, save, train on; then resume in new actors and repeat the last steps.
 
     Returns:
-        The results by backend.
+        The results by backend, and those of the other jobs.
     """
     import ray
     import torch
-    from examples.processes import ports
 
+    from tests.every_framework import lacking
     from tests.processes.forks import WORKER_PYTHON
     from tests.processes.ray_cluster import start
     from tests.verl import ray_workers
     from tests.verl.support import batch
 
+    heard = lacking.listen()
     start(
-        2 * RANKS,  # the first group's CPUs stay reserved
+        2 * RANKS + len(others),  # the first groups' CPUs stay reserved
         runtime_env={
             "worker_process_setup_hook": "tests.verl.ray_workers.setup",
             "py_executable": os.environ[WORKER_PYTHON],
             "env_vars": {ray_workers.BACKEND: backends},
         },
     )
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-    from verl.single_controller.ray.base import create_colocated_worker_cls
+    from verl.single_controller.ray import RayClassWithInitArgs
     from verl.workers.engine_workers import TrainingWorker
 
     names = backends.split(",")
     configs = {name: ray_workers.worker_config(name, model, RANKS) for name in names}
 
     def workers() -> dict[str, Any]:
-        """verl's own worker groups; each actor has a worker for each backend."""
+        """verl's worker groups, one for each backend, in the same actors."""
         given = {
             name: RayClassWithInitArgs(cls=ray.remote(TrainingWorker), config=config)
             for name, config in configs.items()
         }
-        made = RayWorkerGroup(
-            resource_pool=RayResourcePool(
-                process_on_nodes=[RANKS], use_gpu=False, max_colocate_count=1
-            ),
-            ray_cls_with_init=create_colocated_worker_cls(given),
-            device_name="cpu",
-            master_port_range=ports.a_range(),
-        )
-        groups: dict[str, Any] = made.spawn(prefix_set=names)
+        groups: dict[str, Any] = group_of(RANKS, given).spawn(prefix_set=names)
         for group in groups.values():
             group.reset()
             group.set_loss_fn(ray_workers.weighted_loss)
@@ -125,6 +180,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
         found[name]["again"] = rest(name, group)
         found[name]["same end"] = reports(name, group)
     end(second)
+    found |= {name: OTHERS[name](heard) for name in others}
     ray.shutdown()
     return found
 
@@ -132,5 +188,5 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     from tests.processes.ray_cluster import tell
 
-    backends, model, folder = sys.argv[1:]
-    tell(lambda: main(backends, model, Path(folder)))
+    backends, model, folder, *others = sys.argv[1:]
+    tell(lambda: main(backends, model, Path(folder), *others))

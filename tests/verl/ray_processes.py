@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-from ..processes.forks import script, tests
+from ..processes.forks import module, script, tests
 
-__all__ = ["prepare", "script", "tests"]
+__all__ = ["module", "prepare", "script", "tests"]
 
 IMPORTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),

@@ -6,12 +6,13 @@ Ray's workers import this module. The module leaves installing the shim to the s
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from typing import Any
 
 BACKEND = "VERL_TEST_BACKEND"
 """The variable with a worker's backends: ``fsdp``, ``megatron``, or names of
-``engine_support.MODULES``, with commas between."""
+``engine_support.MODULES``, with commas between; empty for a worker that trains nothing."""
 
 _open = contextlib.ExitStack()
 """Contexts that stay open until the worker ends."""
@@ -19,11 +20,13 @@ _open = contextlib.ExitStack()
 
 def setup() -> None:
     """Ray's setup hook, which runs at the start of each worker."""
+    names = list(filter(None, os.environ[BACKEND].split(",")))
+    if not names:
+        return
     import torch.distributed as dist
 
     own = dist.init_process_group
     dist.init_process_group = lambda *args, **kwargs: own(*args, **{**kwargs, "backend": "gloo"})
-    names = os.environ[BACKEND].split(",")
     if "fsdp" in names:
         from . import fsdp_support
 
@@ -174,3 +177,29 @@ def report(worker: Any, backend: str) -> dict[str, Any]:
         "parameters": digest.hexdigest(),
         "tools": loaded_tools(),
     }
+
+
+class Runner:
+    """Replaces verl's ``TaskRunner``; verl accepts a user's own."""
+
+    @classmethod
+    def remote(cls) -> Any:
+        """Return an actor; verl calls this method to make a task runner."""
+        import ray
+
+        return ray.remote(num_cpus=1, runtime_env={"env_vars": {BACKEND: ""}})(cls).remote()
+
+    def run(self, config: Any) -> None:
+        """Write the rollout's dtype that the actor's process reads from the config."""
+        from verl.utils.config import omega_conf_to_dataclass
+
+        import precision_shim
+
+        made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        states = precision_shim.status().to_dict()["frameworks"]["verl"]["seams"]
+        named = [
+            one["state"] for one in states if one["target"].endswith("RolloutConfig.__post_init__")
+        ]
+        found = {"rollout": made.dtype, "named": named}
+        with open(config.trainer.default_local_dir, "w", encoding="utf-8") as answer:
+            json.dump(found, answer)

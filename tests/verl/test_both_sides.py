@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 
 from ..every_framework import both_sides as both
-from ..processes.commands import python
+from ..processes.composed_once import composed_once
+from ..processes.forks import run_module
 from ..processes.rank_server import Ranks
-from ..processes.ray_cluster import drive
 from ..stand_ins.planted_engines import plant_choices
 from .conftest import VERL
 
@@ -45,23 +43,17 @@ def key_of(role: str) -> str:
     return f"{place}.dtype" if LEGACY else f"{place}.mixed_precision.param_dtype"
 
 
-@cache
-def _compose(place: str, name: str, words: tuple[str, ...]) -> Any:
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(place, version_base=None):
-        return compose(name, overrides=list(words), return_hydra_config=True)
-
-
 @contextmanager
 def composed(words: Sequence[str], directory: Path | None = None, name: str = "") -> Iterator[Any]:
     """The config of verl's entry point; within the block Hydra's own config is set."""
+    import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
     from verl.trainer import config as shipped
 
     place = str(directory or os.path.dirname(shipped.__file__))
-    config = copy.deepcopy(_compose(place, name or "ppo_trainer", tuple(words)))
+    with hydra.initialize_config_dir(place, version_base=None), composed_once():
+        config = hydra.compose(name or "ppo_trainer", list(words), return_hydra_config=True)
     HydraConfig.instance().set_config(config)
     try:
         with open_dict(config):
@@ -358,20 +350,10 @@ def test_the_plan_names_a_key_that_it_cannot_resolve(variable: str) -> None:
 
 
 @pytest.mark.slow
-def test_strict_ends_the_driver_before_ray_starts(tmp_path: Path) -> None:
-    words = [*side("actor", "fp16"), f"hydra.run.dir={tmp_path}"]
+def test_strict_ends_the_driver_before_ray_starts(ray_drivers: Ranks, tmp_path: Path) -> None:
+    words = ["verl.trainer.main_ppo", *side("actor", "fp16"), f"hydra.run.dir={tmp_path}"]
     cpu = {"CUDA_VISIBLE_DEVICES": "", "PRECISION_SHIM": "strict"}
-    ended = python("-m", "verl.trainer.main_ppo", *words, timeout=240, **cpu)
-    assert ended.returncode == 1
-    assert f"Write {ROLLOUT}.dtype=float16" in ended.stderr
-    assert "Started a local Ray instance" not in ended.stderr + ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("start_up_file")
-@pytest.mark.timeout(400)
-def test_a_ray_actor_gets_what_the_driver_wrote(ray_drivers: Ranks, tmp_path: Path) -> None:
-    """With verl's ``run_ppo``; the shim is in the actor's process."""
-    script = Path(__file__).with_name("sides_driver.py")
-    found = drive(ray_drivers, script, tmp_path, timeout=380, PRECISION_SHIM="1")
-    assert found == {"rollout": "float16", "named": ["wrapped"], "told": []}
+    code, said = run_module(ray_drivers, *words, **cpu)
+    assert code == 1
+    assert f"Write {ROLLOUT}.dtype=float16" in said
+    assert "Started a local Ray instance" not in said

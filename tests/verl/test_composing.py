@@ -23,10 +23,11 @@ from precision_shim_tools.plan.verl.composing import compose
 
 from ..every_framework.newest import on_the_newest
 from ..processes.composed_once import composed_once
+from ..processes.forks import run_module
+from ..processes.rank_server import Ranks
 
 pytestmark = [on_the_newest("verl"), pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
 DTYPE = f"{ACTOR}.megatron.dtype"
 OVERRIDE = f"{ACTOR}.optim.override_optimizer_config"
@@ -138,25 +139,14 @@ def test_a_main_function_that_the_script_imports(
 
 
 @pytest.fixture(scope="module")
-def by_verl(folder: Path) -> dict[tuple[str, ...], dict[str, Any] | str]:
+def by_verl(folder: Path, ray_drivers: Ranks) -> dict[tuple[str, ...], dict[str, Any] | str]:
     """Maps each line to the config that verl's ``main`` gets, or why there is none."""
-    lines = [in_full(line, folder) for line in LINES]
-    known = [name for name in os.environ if not name.startswith("PRECISION_SHIM")]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.verl.composed_by_verl"],
-        input=json.dumps(lines),
-        cwd=folder,
-        env={
-            **{name: os.environ[name] for name in known},
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "HYDRA_FULL_ERROR": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
+    file = folder / "lines.json"
+    file.write_text(json.dumps([in_full(line, folder) for line in LINES]))
+    words = ("tests.verl.composed_by_verl", file)
+    code, said = run_module(ray_drivers, *words, cwd=folder, HYDRA_FULL_ERROR="1")
+    assert code == 0, said
+    answers = json.loads(file.read_text())
     return dict(zip(LINES, answers, strict=True))
 
 

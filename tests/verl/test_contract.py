@@ -82,6 +82,10 @@ class TestSeams(contract.Contract, Seams):
 class TestJob(contract.Job):
     driver = DRIVER
 
+    @pytest.fixture
+    def server(self, ray_drivers: Ranks) -> Ranks:
+        return ray_drivers
+
     def test_the_checkpoint_doctor_asks_for_the_workers_of_the_job(self, tmp_path: Path) -> None:
         """By default verl 0.7's PPO trains in legacy workers, but its SFT does not."""
         actor = of_ranks(tmp_path / "global_step_1" / "actor")

@@ -11,6 +11,7 @@ import pytest
 from packaging.version import Version
 
 from ..pages.page_jobs import Job, of
+from ..processes.composed_once import composed_once
 from .conftest import VERL
 
 OWN = "actor_rollout_ref.actor.optim.use_precision_aware_optimizer"
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 def composed(settings: tuple[str, ...]) -> Any:
     """The config that hydra composes for verl's entry point."""
-    from hydra import compose, initialize_config_dir
+    import hydra
     from verl.trainer import config as shipped
 
     name = "ppo_trainer"
@@ -32,8 +33,9 @@ def composed(settings: tuple[str, ...]) -> Any:
         if word.startswith("--config-name="):
             name = word.partition("=")[2]
     values = [word for word in settings if not word.startswith("--")]
-    with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
-        return compose(name, overrides=values)
+    place = os.path.dirname(shipped.__file__)
+    with hydra.initialize_config_dir(place, version_base=None), composed_once():
+        return hydra.compose(name, values)
 
 
 @functools.cache

@@ -27,6 +27,13 @@ class PredictedFeatures:
         self.settings = settings
         self._groups: dict[str, frozenset[tuple[str, str]] | None] = {}
 
+    def with_settings(self, settings: Settings) -> PredictedFeatures:
+        """Return the prediction for other settings; their values refuse no group of seams."""
+        other = PredictedFeatures(settings)
+        if settings.features == self.settings.features:
+            other._groups = self._groups  # of which reading the sources takes most of the time
+        return other
+
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether a feature would be in force within one group of seams."""
         return in_force(self.settings, framework, feature, group, self._is_refused)

@@ -9,7 +9,6 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,16 +32,18 @@ class Here:
         settings: the shim's settings.
         config: the optimizer fields of the job's config, and those in ``Config.beside``.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
+        predicted: which features would be in force, from an environment that differs in values.
     """
 
     on: bool
     settings: Settings
     config: Mapping[str, Any] | None = None
     instead: Mapping[str, Any] = field(default_factory=dict)
+    predicted: PredictedFeatures | None = field(default=None, compare=False)
 
-    @cached_property
-    def _predicted(self) -> PredictedFeatures:
-        return PredictedFeatures(self.settings)
+    def __post_init__(self) -> None:
+        before = self.predicted or PredictedFeatures(self.settings)
+        object.__setattr__(self, "predicted", before.with_settings(self.settings))
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
@@ -59,7 +60,8 @@ class Here:
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this environment."""
-        return self.on and self._predicted.in_force(framework, feature, group)
+        assert self.predicted is not None
+        return self.on and self.predicted.in_force(framework, feature, group)
 
 
 def only_framework(kind: str) -> str:

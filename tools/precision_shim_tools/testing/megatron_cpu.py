@@ -47,6 +47,10 @@ def _names_cuda(value: Any) -> bool:
     return isinstance(value, str) and (value.startswith("cuda") or value == "cpu:cpu")
 
 
+_ANSWERED = (torch.Tensor.pin_memory, torch.Tensor.type)
+"""Functions of one tensor for which the CPU answers."""
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Runs every torch function as if ``"cuda"`` was another name for the CPU."""
 
@@ -57,9 +61,12 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
+        one = len(args) == 1 and isinstance(args[0], torch.Tensor)
+        if one and not kwargs and func not in _ANSWERED:  # most calls read a property
+            return func(*args)
+        kwargs = dict(kwargs or {})
         if func is torch.device:
             named = args[0] if args else kwargs.get("type", kwargs.get("device"))
             return _CPU if _names_cuda(named) else func(*args, **kwargs)
