@@ -7,7 +7,8 @@
 Each figure is a median over the rounds; each round runs all cases in a new random order. Seconds
 are processor time, user and system, of the process. ``+`` is the median of the differences from the
 same framework without the shim, within a round; the spread is the middle half of the differences
-that two runs without the shim have. ``trainings.py`` measures the steps, saves and syncs. A
+that two runs without the shim have. ``trainings.py`` measures the steps, saves and syncs, beside
+the mean of two runs without the shim; there ± is the median of the two runs' differences. A
 checkout needs ``_version.py``, which its build writes.
 """
 
@@ -195,10 +196,11 @@ Figures = dict[str, dict[str, list[float]]]
 
 def cell(without: list[float], again: list[float], ours: list[float]) -> str:
     """Milliseconds without the shim, what the shim adds, in bold above the spread, the spread."""
-    low, _, high = statistics.quantiles(added(again, without), n=4)
-    more = statistics.median(added(ours, without))
-    mark = "**" if more > high else ""
-    return f"{statistics.median(without):.1f} {mark}{more:+.2f}{mark} ({low:+.2f} to {high:+.2f})"
+    both = [(one + other) / 2 for one, other in zip(without, again, strict=True)]
+    spread = statistics.median(map(abs, added(again, without)))
+    more = statistics.median(added(ours, both))
+    mark = "**" if more > spread else ""
+    return f"{statistics.median(without + again):.1f} {mark}{more:+.2f}{mark} (± {spread:.2f})"
 
 
 def training_table(found: dict[str, Figures]) -> str:
@@ -217,7 +219,10 @@ def training_table(found: dict[str, Figures]) -> str:
 def training_summary(table: str) -> str:
     """Sentences on the differences of the steps, and a count of the others, from the table."""
     head, _, *lines = [[one.strip() for one in row.split("|")[1:-1]] for row in table.splitlines()]
-    said, others = [], []
+    said = [
+        "± is the median difference of two runs without the shim, and a bold figure is above it."
+    ]
+    others = []
     for name, *cells in lines:
         if name == AUDIT:
             continue
@@ -225,7 +230,7 @@ def training_summary(table: str) -> str:
         if name not in ("step in bf16", "step in fp16"):
             others += [each in above.values() for each in cells]
         elif not above:
-            said.append(f"On a {name} the shim adds no more than that spread.")
+            said.append(f"On a {name} the shim adds no more than that.")
         else:
             places = [
                 f"{one} ({more} of {whole} ms)"

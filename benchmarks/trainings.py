@@ -170,9 +170,12 @@ def torchtitan(model: Path, dtype: str, folder: Path, on: bool) -> Training:
 
     torchstore.api.client = client  # it needs Monarch's actors
     torchstore.state_dict_utils.put_state_dict = put_state_dict
-    kept = {"enable": True, "last_save_model_only": False}
     trainer = cpu.policy_trainer(
-        folder, DTYPES[dtype], checkpoint=kept, generator_dtype=DTYPES[dtype]
+        folder,
+        DTYPES[dtype],
+        generator_dtype=DTYPES[dtype],
+        checkpoint={"enable": True, "last_save_model_only": False},
+        training={"steps": 10_000},
     )
     return Training(
         trainer.model_parts,
