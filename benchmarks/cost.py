@@ -3,6 +3,7 @@
     python benchmarks/cost.py .tox                      # where tox keeps its environments
     python benchmarks/cost.py .tox --old ../a-checkout  # beside another build, in turn
     python benchmarks/cost.py .tox --write              # writes the tables into docs/cost.md
+    python benchmarks/cost.py .tox --part training      # one table
 
 Each figure is a median over the rounds; each round runs all cases in a new random order. Seconds
 are processor time, user and system, of the process. ``+`` is the median of the differences from the
@@ -273,25 +274,30 @@ def main() -> None:
     parser.add_argument("--old", type=Path, help="a checkout of another build")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", help="one environment, such as verl-0.9.1")
+    parser.add_argument("--part", choices=("imports", "commands", "training"), help="one table")
     parser.add_argument("--write", action="store_true", help="into docs/cost.md")
     asked = parser.parse_args()
     if asked.write and (asked.old or asked.only):
         parser.error("--write is for this build and all environments: leave --old and --only out")
+    missing = [one for one in WORKERS if not (asked.folder / one / "bin" / "python").exists()]
+    if asked.write and missing:
+        parser.error(f"{asked.folder} should have {', '.join(missing)}: nothing written")
     builds = {"this build": ROOT, **({"the other build": asked.old} if asked.old else {})}
-    print(HEAD)
-    found = imports(asked, builds)
-    of_commands = commands(asked, builds)
-    print("\n" + "\n".join(of_commands))
-    trained = trainings(asked)
-    if not asked.write:
-        return
-    if (len(found), len(trained)) != (2 * len(WORKERS), len(TRAININGS)):
-        raise SystemExit(f"{asked.folder} should have {', '.join(WORKERS)}: nothing written")
-    table = "\n".join([HEAD, *found])
-    page = with_block(PAGE.read_text("utf-8"), IMPORTS, f"{table}\n\n{summary(table)}")
-    page = with_block(page, COMMANDS_OF, "\n".join(of_commands))
-    steps = training_table(trained)
-    PAGE.write_text(with_block(page, TRAINED, f"{steps}\n\n{training_summary(steps)}"), "utf-8")
+    page = PAGE.read_text("utf-8")
+    if asked.part in (None, "imports"):
+        print(HEAD)
+        table = "\n".join([HEAD, *imports(asked, builds)])
+        if asked.write:
+            page = with_block(page, IMPORTS, f"{table}\n\n{summary(table)}")
+    if asked.part in (None, "commands"):
+        table = "\n".join(commands(asked, builds))
+        print(f"\n{table}")
+        page = with_block(page, COMMANDS_OF, table)
+    if asked.part in (None, "training"):
+        table = training_table(trainings(asked))
+        page = with_block(page, TRAINED, f"{table}\n\n{training_summary(table)}")
+    if asked.write:
+        PAGE.write_text(page, "utf-8")
 
 
 if __name__ == "__main__":
