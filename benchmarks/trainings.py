@@ -248,9 +248,11 @@ def serve(kind: Kind, name: str, model: Path, folder: Path, pipe: Any) -> None:
 def main() -> None:
     """Measure one kind of training."""
     kind, rounds, folder = KINDS[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
-    os.environ["MODEL"] = str(folder / "model")
+    model = folder / "model"
+    os.environ["MODEL"] = str(model)
     import_framework(kind, folder)
-    model = make_checkpoint(folder / "model")
+    if kind.build is not torchtitan:  # it makes its own model, without transformers
+        make_checkpoint(model)
     freeze()
     fork = multiprocessing.get_context("fork")
     pipes, processes = {}, []
