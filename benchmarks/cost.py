@@ -1,22 +1,28 @@
-"""Measures what the shim costs a worker that imports its framework, and its commands.
+"""Measures what the shim costs a worker's import, step, save and weight sync, and its commands.
 
     python benchmarks/cost.py .tox                      # where tox keeps its environments
     python benchmarks/cost.py .tox --old ../a-checkout  # beside another build, in turn
     python benchmarks/cost.py .tox --write              # writes the tables into docs/cost.md
+    python benchmarks/cost.py .tox --part training      # one table
 
 Each figure is a median over the rounds; each round runs all cases in a new random order. Seconds
 are processor time, user and system, of the process. ``+`` is the median of the differences from the
 same framework without the shim, within a round; the spread is the middle half of the differences
-that two runs without the shim have. A checkout needs ``_version.py``, which its build writes.
+that two runs without the shim have. ``trainings.py`` measures the steps, saves and syncs, beside
+the mean of two runs without the shim; there ± is the median of the two runs' differences. A
+checkout needs ``_version.py``, which its build writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import re
 import statistics
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +49,15 @@ COMMANDS = {
 }
 
 
+def environment(build: Path) -> dict[str, str]:
+    """The environment of a process with a build, where nothing has turned the shim on."""
+    left_out = ("PRECISION_SHIM", "PYTHONDONTWRITEBYTECODE")  # jobs have our bytecode, too
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
+    paths = os.pathsep.join(str(build / one) for one in ("shim", "adapters", "tools"))
+    put = {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    return {**inherited, **put}
+
+
 @dataclass
 class Case:
     """A process to run, and the seconds and MiB of its runs."""
@@ -55,13 +70,9 @@ class Case:
 
     def run(self, python: Path) -> None:
         """Run the process once, and keep its figures."""
-        left_out = ("PRECISION_SHIM", "PYTHONDONTWRITEBYTECODE")  # jobs have our bytecode, too
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
-        paths = os.pathsep.join(str(self.build / one) for one in ("shim", "adapters", "tools"))
-        put = {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             (str(python), *self.command),
-            env={**inherited, **put},
+            env=environment(self.build),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
@@ -155,6 +166,107 @@ def commands(asked: argparse.Namespace, builds: dict[str, Path]) -> list[str]:
     return found
 
 
+# -- steps, saves and weight syncs -------------------------------------------------------------
+
+TRAINED = "<!-- measured:training -->", "<!-- /measured:training -->"
+TRAININGS = {
+    "verl FSDP": "verl-0.9.1",
+    "verl Megatron": "verl-0.9.1",
+    "SkyRL FSDP": "skyrl-0.4.0",
+    "NeMo-RL DTensor": "nemo-rl-0.7.0",
+    "torchtitan": "torchtitan-0.3.0",
+}
+"""Maps what ``trainings.py`` trains to its tox environment."""
+
+ROWS = {
+    "step in bf16": ("step", "bf16", "bf16, shim"),
+    "step in bf16, `PRECISION_SHIM_WATCH_UPDATES=1`": ("step", "bf16", "bf16, watched"),
+    "step in fp16": ("step", "fp16", "fp16, shim"),
+    "save in fp16": ("save", "fp16", "fp16, shim"),
+    "load in fp16": ("load", "fp16", "fp16, shim"),
+    "weight sync": ("sync", "bf16", "bf16, shim"),
+    "audited weight sync, `PRECISION_SHIM_AUDIT_DIR`": ("sync", "bf16", "bf16, audited"),
+}
+"""Maps a row to the act, and the processes without and with the shim, of ``trainings.py``."""
+
+AUDIT = "a call of `audit()`"
+
+Figures = dict[str, dict[str, list[float]]]
+"""Milliseconds of each round, by act and process."""
+
+
+def cell(without: list[float], again: list[float], ours: list[float]) -> str:
+    """Milliseconds without the shim, what the shim adds, in bold above the spread, the spread."""
+    both = [(one + other) / 2 for one, other in zip(without, again, strict=True)]
+    spread = statistics.median(map(abs, added(again, without)))
+    more = statistics.median(added(ours, both))
+    mark = "**" if more > spread else ""
+    return f"{statistics.median(without + again):.1f} {mark}{more:+.2f}{mark} (± {spread:.2f})"
+
+
+def training_table(found: dict[str, Figures]) -> str:
+    """A row for each act, and a column for each training."""
+    lines = [f"| ms | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
+    for name, (act, without, ours) in ROWS.items():
+        cells = [
+            cell(one[act][without], one[act][f"{without}, again"], one[act][ours])
+            for one in found.values()
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    calls = [f"{statistics.median(one['audit']['bf16, shim']):.1f}" for one in found.values()]
+    return "\n".join([*lines, f"| {AUDIT} | {' | '.join(calls)} |"])
+
+
+def training_summary(table: str) -> str:
+    """Sentences on the differences of the steps, and a count of the others, from the table."""
+    head, _, *lines = [[one.strip() for one in row.split("|")[1:-1]] for row in table.splitlines()]
+    said = [
+        "± is the median difference of two runs without the shim, and a bold figure is above it."
+    ]
+    others = []
+    for name, *cells in lines:
+        if name == AUDIT:
+            continue
+        above = {one: each for one, each in zip(head[1:], cells, strict=True) if "**" in each}
+        if name not in ("step in bf16", "step in fp16"):
+            others += [each in above.values() for each in cells]
+        elif not above:
+            said.append(f"On a {name} the shim adds no more than that.")
+        else:
+            places = [
+                f"{one} ({more} of {whole} ms)"
+                for one, each in above.items()
+                for whole, more in re.findall(r"([\d.]+) \*\*(\S+)\*\*", each)
+            ]
+            rest = "; on the others it does not" if len(above) < len(cells) else ""
+            said.append(f"On a {name} the shim adds more than that on {', '.join(places)}{rest}.")
+    return f"{' '.join(said)} Of the other {len(others)} differences, {sum(others)} are above it."
+
+
+def trainings(asked: argparse.Namespace) -> dict[str, Figures]:
+    """The figures of each training whose environment is there."""
+    found = {}
+    for kind, name in TRAININGS.items():
+        python = asked.folder.absolute() / name / "bin" / "python"
+        if asked.only not in (None, name) or not python.exists():
+            continue
+        variables = {**environment(ROOT), "HF_HUB_OFFLINE": "1"}
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [str(python), "-m", "benchmarks.trainings", kind, str(asked.rounds), folder],
+                cwd=ROOT,
+                env=variables,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                raise SystemExit(f"{kind}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+            found[kind] = json.loads(Path(folder, "figures.json").read_text("utf-8"))
+        print(f"\n{training_table({kind: found[kind]})}", flush=True)
+    return found
+
+
 def main() -> None:
     """Print the tables, or write them into the page, too."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -162,22 +274,30 @@ def main() -> None:
     parser.add_argument("--old", type=Path, help="a checkout of another build")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", help="one environment, such as verl-0.9.1")
+    parser.add_argument("--part", choices=("imports", "commands", "training"), help="one table")
     parser.add_argument("--write", action="store_true", help="into docs/cost.md")
     asked = parser.parse_args()
     if asked.write and (asked.old or asked.only):
         parser.error("--write is for this build and all environments: leave --old and --only out")
+    missing = [one for one in WORKERS if not (asked.folder / one / "bin" / "python").exists()]
+    if asked.write and missing:
+        parser.error(f"{asked.folder} should have {', '.join(missing)}: nothing written")
     builds = {"this build": ROOT, **({"the other build": asked.old} if asked.old else {})}
-    print(HEAD)
-    found = imports(asked, builds)
-    of_commands = commands(asked, builds)
-    print("\n" + "\n".join(of_commands))
-    if not asked.write:
-        return
-    if len(found) != 2 * len(WORKERS):
-        raise SystemExit(f"{asked.folder} should have {', '.join(WORKERS)}: nothing written")
-    table = "\n".join([HEAD, *found])
-    page = with_block(PAGE.read_text("utf-8"), IMPORTS, f"{table}\n\n{summary(table)}")
-    PAGE.write_text(with_block(page, COMMANDS_OF, "\n".join(of_commands)), "utf-8")
+    page = PAGE.read_text("utf-8")
+    if asked.part in (None, "imports"):
+        print(HEAD)
+        table = "\n".join([HEAD, *imports(asked, builds)])
+        if asked.write:
+            page = with_block(page, IMPORTS, f"{table}\n\n{summary(table)}")
+    if asked.part in (None, "commands"):
+        table = "\n".join(commands(asked, builds))
+        print(f"\n{table}")
+        page = with_block(page, COMMANDS_OF, table)
+    if asked.part in (None, "training"):
+        table = training_table(trainings(asked))
+        page = with_block(page, TRAINED, f"{table}\n\n{training_summary(table)}")
+    if asked.write:
+        PAGE.write_text(page, "utf-8")
 
 
 if __name__ == "__main__":
