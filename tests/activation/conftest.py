@@ -125,7 +125,9 @@ def make_environment(folder: Path, *what: str) -> Environment:
     if shutil.which("uv"):
         # Pass the base Python's path, because uv may resolve a bare name to one of pyenv's shims.
         subprocess.run(["uv", "venv", "-q", "-p", _base_python(), str(folder)], check=True)
-        install = ["uv", "pip", "install", "-q", "-p", str(folder / "bin" / "python")]
+        # As pip does; the tests' processes write no bytecode.
+        install = ["uv", "pip", "install", "-q", "--compile-bytecode"]
+        install += ["-p", str(folder / "bin" / "python")]
     else:
         subprocess.run([_base_python(), "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
