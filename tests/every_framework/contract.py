@@ -62,6 +62,19 @@ class Contract:
     def framework(self) -> str:
         return self.driver.framework
 
+    @pytest.fixture
+    def server(self) -> Ranks | None:
+        """The server that forks a worker's process; ``None`` to start a new Python."""
+        return None
+
+
+class Forked(Contract):
+    """A worker and the example run in forks of one with the slowest imports."""
+
+    @pytest.fixture
+    def server(self, ranks: Ranks) -> Ranks:
+        return ranks
+
 
 class Recorded:
     """What is recorded about a release, compared with the installed version."""
@@ -105,11 +118,6 @@ class Release(Contract, Recorded):
 class Worker(Contract):
     """In a real worker the text of ``status()`` fits one screen and equals the text in the docs."""
 
-    @pytest.fixture
-    def server(self) -> Ranks | None:
-        """The server that forks the worker's process; ``None`` to start a new Python."""
-        return None
-
     @pytest.mark.slow
     def test_status_of_a_worker(
         self, server: Ranks | None, tmp_path: Path, request: pytest.FixtureRequest
@@ -143,8 +151,8 @@ class Job(Contract):
         assert disagreements(self.driver.framework) == []
 
     @pytest.mark.slow
-    def test_the_example_trains(self) -> None:
-        said = examples_run.run(self.driver.example, self.driver.framework)
+    def test_the_example_trains(self, server: Ranks | None) -> None:
+        said = examples_run.run(self.driver.example, self.driver.framework, server)
         assert said.count("step") >= 8
 
 
