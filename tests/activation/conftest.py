@@ -126,6 +126,8 @@ def make_environment(folder: Path, *what: str) -> Environment:
         # Pass the base Python's path, because uv may resolve a bare name to one of pyenv's shims.
         subprocess.run(["uv", "venv", "-q", "-p", _base_python(), str(folder)], check=True)
         install = ["uv", "pip", "install", "-q", "-p", str(folder / "bin" / "python")]
+        if "-e" not in what:  # as pip does; the editable install has the start-up without bytecode
+            install.append("--compile-bytecode")
     else:
         subprocess.run([_base_python(), "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]

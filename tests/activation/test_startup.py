@@ -109,7 +109,7 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
         for path in made.site.glob("*/entry_points.away"):
             path.rename(path.with_suffix(".txt"))
     more = set(on) - set(off)
-    assert more == {
+    assert more - {"zz_precision_shim"} == {  # where there is bytecode
         "precision_shim",
         "precision_shim._lazy",
         "precision_shim.process",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import warnings
 from collections.abc import Iterator
@@ -136,6 +137,12 @@ def failing(launch: Launch) -> list[str]:
         return ""
 
     return [asked("adam" if last else optimizer, dist.group.WORLD), asked(optimizer, alone)]
+
+
+def ended(launch: Launch) -> None:
+    """Run some code, and what Python runs at the end of a process."""
+    exec(launch.options["code"], {})
+    atexit._run_exitfuncs()
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import precision_shim
 from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
 
 from ..every_framework.shim_warnings import ours
+from ..processes.rank_server import Ranks
 from . import builds
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -211,19 +210,17 @@ def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: A
     ],
 )
 def test_a_process_whose_optimizer_nothing_audits_says_so_at_its_end(
-    tmp_path: Path, features: str, last: str, told: bool
+    run_ranks: Ranks, tmp_path: Path, features: str, last: str, told: bool
 ) -> None:
     code = (
         "import precision_shim, torch\n"
         f"settings = {{'audit_dir': {str(tmp_path)!r}}}\n"
         f"precision_shim.install(features={features!r}, settings=settings)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code + last], capture_output=True, text=True, check=True
-    )
+    run_ranks("ended", world=1, code=code + last)
     expected = f"{tmp_path}: no audit was written: this process built an optimizer (SGD), but"
-    assert (expected in done.stderr) is told
-    assert bool(done.stderr) is told
+    assert (expected in run_ranks.said[0]) is told
+    assert bool(run_ranks.said[0]) is told
 
 
 def test_a_directory_that_can_be_written_again_is_no_problem_any_more(

@@ -68,6 +68,14 @@ class Contract:
         return None
 
 
+class Forked(Contract):
+    """A worker and the example run in forks of one with the slowest imports."""
+
+    @pytest.fixture
+    def server(self, ranks: Ranks) -> Ranks:
+        return ranks
+
+
 class Recorded:
     """What is recorded about a release, compared with the installed version."""
 

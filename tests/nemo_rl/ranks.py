@@ -1,7 +1,7 @@
 """The rank processes of the NeMo-RL tests; ``tests/processes/rank_server.py`` starts them.
 
 Cases: ``train`` trains a worker on several ranks; ``unpickle`` loads a pickle as a Ray actor does;
-``tests/processes/forks.py`` explains ``script`` and ``tests``.
+``tests/processes/forks.py`` explains ``module``, ``script`` and ``tests``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from ..processes.forks import script, tests
+from ..processes.forks import module, script, tests
 from ..processes.rank_server import Launch, freeze
 
-__all__ = ["prepare", "script", "tests", "train", "unpickle"]
+__all__ = ["module", "prepare", "script", "tests", "train", "unpickle"]
 
 IMPORTED = (
     *("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint"),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 
-from ..processes.forks import script, tests
+from ..processes.forks import module, script, tests
 
-__all__ = ["prepare", "script", "tests"]
+__all__ = ["module", "prepare", "script", "tests"]
 
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchvision"),

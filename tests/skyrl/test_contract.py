@@ -34,13 +34,17 @@ class TestRelease(contract.Release):
     driver = DRIVER
 
 
-class TestWorker(contract.Worker):
-    driver = DRIVER
+class Forked(contract.Contract):
+    """Processes are forks of one with the slowest imports."""
 
     @pytest.fixture
     def server(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Ranks:
         monkeypatch.setenv("PYTHONPATH", python_path())
         return ranks
+
+
+class TestWorker(Forked, contract.Worker):
+    driver = DRIVER
 
 
 class TestRequestedConfigs(contract.RequestedConfigs):
@@ -74,7 +78,7 @@ class TestSeams(contract.Contract, Seams):
     driver = DRIVER
 
 
-class TestJob(contract.Job):
+class TestJob(Forked, contract.Job):
     driver = DRIVER
 
 

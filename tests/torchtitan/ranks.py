@@ -35,8 +35,8 @@ def prepare() -> None:
 
 def run(launch: Launch) -> Any:
     """Build a trainer, load, train, save; returns the results."""
-    if launch.case == "tests":
-        return forks.tests(launch)
+    if launch.case in ("module", "script", "tests"):
+        return getattr(forks, launch.case)(launch)
 
     import precision_shim
     from precision_shim.errors import PrecisionShimError

@@ -11,7 +11,7 @@ from ..every_framework import contract
 from ..every_framework.checkouts import Told, as_checkout
 from ..every_framework.checkpoint_doctor import hold_groups
 from ..every_framework.taken_out import Seams
-from ..every_framework.upstreams_own import Own, fetch
+from ..every_framework.upstreams_own import Own, fetch, in_a_fork_of
 from ..processes.rank_server import Ranks
 from .conftest import TORCHTITAN
 
@@ -55,14 +55,10 @@ class TestRelease(contract.Release):
         assert told.seams == installed.seams
 
 
-class TestWorker(contract.Worker):
+class TestWorker(contract.Forked, contract.Worker):
     """The worker is a real RL trainer."""
 
     driver = DRIVER
-
-    @pytest.fixture
-    def server(self, ranks: Ranks) -> Ranks:
-        return ranks
 
 
 @pytest.mark.usefixtures("torchtitan")
@@ -70,7 +66,7 @@ class TestSeams(contract.Contract, Seams):
     driver = DRIVER
 
 
-class TestJob(contract.Job):
+class TestJob(contract.Forked, contract.Job):
     driver = DRIVER
 
     @pytest.mark.parametrize(("case", "group"), [("policy", "rl"), ("pretrain", "pretraining")])
@@ -150,7 +146,7 @@ class TestUpstreamsOwn(contract.UpstreamsOwn):
     driver = DRIVER
 
     @pytest.fixture(params=["rl", "unit_tests"])
-    def own(self, tmp_path: Path, request: pytest.FixtureRequest) -> Own:
+    def own(self, ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest) -> Own:
         folder = tmp_path / request.param
         folder.mkdir()
         if request.param == "rl":
@@ -169,6 +165,7 @@ class TestUpstreamsOwn(contract.UpstreamsOwn):
             folder,
             ["."],
             least=lambda count: count // 2 + 1,
+            start=in_a_fork_of(ranks),
             environment={"CUDA_VISIBLE_DEVICES": ""},
             prelude=PRELUDE,
             install='precision_shim.install(settings={"log": "quiet"})',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from precision_shim.errors import DtypeError
 from precision_shim_adapters.torchtitan.config import coerce_config
 
 from ..every_framework.shim_warnings import watched
-from ..processes.commands import python
+from ..processes.rank_server import Ranks
 
 SPELLINGS = {
     "float16": ("fp16", "half", "FP16", " torch.float16 ", "16"),
@@ -240,29 +241,33 @@ cpu.answer_for_gpus()
 from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 
 Config = VLLMGenerator.Config
-print(*(Config(model_dtype=name).model_dtype for name in ("FP16", "bf16", "auto", "float32")))
+names = ("FP16", "bf16", "auto", "float32")
+print("TOLD", *(Config(model_dtype=name).model_dtype for name in names))
 try:
     Config(model_dtype="fp17")
 except precision_shim.DtypeError as error:
-    print(error)
+    print("TOLD", error)
 config = Config()
 config.model_dtype = "half"
 try:
     VLLMGenerator(config)
 except Exception:  # it wants a model, after that
     pass
-print(config.model_dtype)
+print("TOLD", config.model_dtype)
 """
 
 
 @pytest.mark.slow
-def test_the_generators_config() -> None:
+def test_the_generators_config(ranks: Ranks, tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
-    done = python("-W", "ignore", "-c", GENERATOR.format(root=root))
-    lines = [line for line in done.stdout.splitlines() if "onarch" not in line]
-    assert lines[:1] == ["float16 bfloat16 auto float32"], done.stdout + done.stderr
-    assert "generator.model_dtype='fp17'" in lines[1]
-    assert lines[2:] == ["float16"], done.stdout + done.stderr
+    program = tmp_path / "program.py"
+    program.write_text(GENERATOR.format(root=root))
+    ranks("script", world=1, arguments=[str(program)], environment=dict(os.environ), cwd=root)
+    names, refused, late = (
+        line.removeprefix("TOLD ") for line in ranks.said[0].splitlines() if "TOLD" in line
+    )
+    assert (names, late) == ("float16 bfloat16 auto float32", "float16")
+    assert "generator.model_dtype='fp17'" in refused
 
 
 def test_off_nothing_is_coerced(torchtitan: None, shim: Any) -> None:
