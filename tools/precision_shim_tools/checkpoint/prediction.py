@@ -11,17 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precision_shim.errors import PrecisionShimError
 from precision_shim.precision.moments import LAST_COUNTS
 from precision_shim.process import settings as _settings
-from precision_shim.process.registry import backends, checkpoints, entries, records
+from precision_shim.process.registry import backends, checkpoints, names, records
 from precision_shim.process.settings import Settings
-from precision_shim.process.versions import version_of
 
-from ..predicted import PredictedFeatures
 from .layout import CheckpointPart, Outcome, halves
+
+if TYPE_CHECKING:
+    from ..predicted import PredictedFeatures
 
 __all__ = ["Here", "only_framework", "predict_resume", "remedy"]
 
@@ -44,6 +45,8 @@ class Here:
 
     @cached_property
     def _predicted(self) -> PredictedFeatures:
+        from ..predicted import PredictedFeatures  # slow to import
+
         return PredictedFeatures(self.settings)
 
     @classmethod
@@ -57,7 +60,7 @@ class Here:
         if session is not None and session.is_installed():
             return cls(True, session.current_settings(), config)
         on = _settings.switch() in ("on", "strict")
-        return cls(on, _settings.resolve(known_frameworks=entries()), config)
+        return cls(on, _settings.resolve(known_frameworks=names()), config)
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this environment."""
@@ -72,6 +75,8 @@ def only_framework(kind: str) -> str:
 
 
 def _is_installed(framework: str) -> bool:
+    from precision_shim.process.versions import version_of  # slow to import
+
     entry = records()[framework]
     return version_of(entry.distribution, entry.packages) is not None
 
