@@ -42,11 +42,47 @@ WORKERS = {
 }
 """Maps a tox environment to the modules that a worker of its framework imports."""
 
+_BUILD = """
+import json, sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.for_model(**json.load(open(sys.argv[1] + "/config.json")))
+with torch.device("meta"):
+    AutoModelForCausalLM.from_config(config)
+"""
+_DECIDE = """
+import sys, precision_shim
+from precision_shim.adapting import decide
+for number in range(int(sys.argv[1])):
+    decide("verl", "actor", "audit", f"choice {number}", "because")
+print(precision_shim.status())
+"""
+_SHIM, _NEWEST = ("-m", "precision_shim"), next(iter(WORKERS))
+_PPO = ("--", "python3", "-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer")
+_RANKS, _DECISIONS = "`checkpoint`, moments that are bf16 numbers: {:,}", "{:,} different decisions"
 COMMANDS = {
-    "import torch": ("-c", "import torch"),
-    "precision-shim checkpoint nowhere": ("-m", "precision_shim", "checkpoint", "nowhere"),
-    "precision-shim doctor": ("-m", "precision_shim", "doctor"),
+    "`import torch`": (_NEWEST, ("-c", "import torch")),
+    "torch, transformers and a 7B model on the meta device": (_NEWEST, ("-c", _BUILD, "{}/7B")),
+    "`plan`, 7B on Megatron": (_NEWEST, (*_SHIM, "plan", "--model", "{}/7B", *_PPO)),
+    "`plan`, 671B, mixture of experts, verl 0.7.1": (
+        "verl-0.7.1",
+        (*_SHIM, "plan", "--model", "{}/671B", *_PPO),
+    ),
+    "`checkpoint nowhere`": (_NEWEST, (*_SHIM, "checkpoint", "nowhere")),
+    **{
+        _RANKS.format(2 * one): (_NEWEST, (*_SHIM, "checkpoint", f"{{}}/ranks-{one}"))
+        for one in (4000, 20000, 60000)
+    },
+    "`checkpoint`, distributed: 20,000 tensors": (
+        _NEWEST,
+        (*_SHIM, "checkpoint", "{}/distributed"),
+    ),
+    "`doctor`": (_NEWEST, (*_SHIM, "doctor")),
+    **{_DECISIONS.format(one): (_NEWEST, ("-c", _DECIDE, str(one))) for one in (20000, 60000)},
 }
+"""Maps a row to its tox environment and its command, in which ``{}`` is the folder of the files."""
+
+LONG = {_RANKS.format(40000), _RANKS.format(120000), _DECISIONS.format(60000)}
+"""The rows that another build does not run, which may need minutes for one."""
 
 
 def environment(build: Path) -> dict[str, str]:
@@ -78,7 +114,7 @@ class Case:
         ) as process:
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode not in (0, 2):  # 2: what the command was asked for is not there
+        if process.returncode not in range(4):  # see the help of ``checkpoint``
             raise SystemExit(f"{self.name}: {' '.join(self.command)} ended with {status}")
         self.seconds.append(usage.ru_utime + usage.ru_stime)
         self.mebibytes.append(usage.ru_maxrss / 1024)
@@ -154,15 +190,26 @@ def imports(asked: argparse.Namespace, builds: dict[str, Path]) -> list[str]:
 
 
 def commands(asked: argparse.Namespace, builds: dict[str, Path]) -> list[str]:
-    """The table of the commands, which run in the first framework's environment."""
-    python = asked.folder / next(iter(WORKERS)) / "bin" / "python"
-    if not python.exists():
-        return []
+    """The table of the commands whose environment is there."""
+    pythons = {name: asked.folder / name / "bin" / "python" for name, _ in COMMANDS.values()}
+    missing = [name for name, python in pythons.items() if not python.exists()]
+    if asked.write and missing:
+        raise SystemExit(f"{asked.folder} should have {', '.join(missing)}: nothing written")
     found = [f"| command | {' | '.join(builds)} |", f"|---|{'---|' * len(builds)}"]
-    for name, command in COMMANDS.items():
-        cases = [Case(build, command, place) for build, place in builds.items()]
-        times = [statistics.median(one.seconds) for one in measured(python, cases, asked.rounds)]
-        found.append(f"| `{name}` | {' | '.join(f'{one:.2f} s' for one in times)} |")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (where, words) in COMMANDS.items():
+            if asked.only not in (None, where) or where in missing:
+                continue
+            command = tuple(word.replace("{}", folder) for word in words)
+            if command != words and not os.listdir(folder):
+                files = str(ROOT / "benchmarks" / "cost_files.py")
+                Case("the files", (files, folder), ROOT).run(pythons[where])
+            cases = [Case(build, command, place) for build, place in builds.items()]
+            cases = cases[:1] if name in LONG else cases
+            measured(pythons[where], cases, asked.rounds)
+            cells = [f"{statistics.median(one.seconds):.2f} s" for one in cases]
+            cells += [""] * (len(builds) - len(cases))
+            found.append(f"| {name} | {' | '.join(cells)} |")
     return found
 
 

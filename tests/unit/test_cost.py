@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -66,6 +67,22 @@ def test_a_difference_beyond_the_spread_stands_out(cost: ModuleType) -> None:
         "more than that on second (+1.50 of 19.5 ms); on the others it does not. "
         "Of the other 10 differences, 2 are above it."
     )
+def test_a_row_that_takes_minutes_is_of_this_build_alone(
+    cost: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "one" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    words = ("-c", "import sys; sys.exit(2)")
+    commands = dict.fromkeys(("short", "long"), ("one", words)) | {"not here": ("two", words)}
+    monkeypatch.setattr(cost, "COMMANDS", commands)
+    monkeypatch.setattr(cost, "LONG", {"long"})
+    asked = Namespace(folder=tmp_path, only=None, rounds=1, write=False)
+    table = cost.commands(asked, {"this build": ROOT, "the other build": ROOT})
+    assert [row.count(" s |") for row in table] == [0, 0, 2, 1]
+    asked.write = True
+    with pytest.raises(SystemExit, match="should have two: nothing written"):
+        cost.commands(asked, {"this build": ROOT})
 
 
 def test_a_table_comes_between_its_markers_alone(cost: ModuleType) -> None:
@@ -89,7 +106,7 @@ def test_the_page_says_what_its_tables_show(cost: ModuleType) -> None:
         table, _, said = inner[0].partition("\n\n")
         assert said == cost.summary(table)
         assert all(f"| {name} | without |" in table for name in cost.WORKERS)
-        assert all(f"| `{name}` |" in inner[1] for name in cost.COMMANDS)
+        assert all(f"| {name} |" in inner[1] for name in cost.COMMANDS)
     steps, _, said = inner[2].partition("\n\n")
     assert said == cost.training_summary(steps)
     assert steps.startswith(f"| ms | {' | '.join(cost.TRAININGS)} |\n")

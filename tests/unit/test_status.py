@@ -9,6 +9,7 @@ import pytest
 from precision_shim.precision.findings import Decision
 from precision_shim.process.registry import entries, load
 from precision_shim.process.settings import FEATURES
+from precision_shim.reporting import journal
 from precision_shim.reporting import text as _status_text
 from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 from precision_shim.reporting.status import Status
@@ -156,6 +157,32 @@ def test_of_many_decisions_the_newest_stay():
     assert text.count("choice 9") == 4
     assert "choice 0" not in text
     assert lines[-1] == f"  {40 - text.count('choice')} more: {MORE}"
+
+
+def test_recording_and_showing_a_decision_does_not_look_at_all_others(monkeypatch):
+    class Counted(Decision):
+        compared = 0
+        __hash__ = Decision.__hash__
+
+        def __eq__(self, other):
+            Counted.compared += 1
+            return super().__eq__(other)
+
+    def folds(number):
+        journal.clear()
+        for i in [*range(number), *range(number)]:
+            journal.record(Counted("verl", "actor", "audit", f"choice {i}", "because"))
+        decided, before = journal.decisions(), len(folded)
+        assert len(decided) == number
+        assert f"choice {number - 1} " in str(Status(enabled=True, decisions=decided))
+        return len(folded) - before
+
+    fold, folded = _status_text.fold, []
+    monkeypatch.setattr(_status_text, "fold", lambda *given: folded.append(1) or fold(*given))
+    monkeypatch.setattr(journal, "verbosity", "quiet")
+    assert folds(100) == folds(1000) < 100
+    assert Counted.compared <= 1100  # each repeated decision is compared with itself alone
+    journal.clear()
 
 
 def test_one_text_that_is_longer_than_the_screen_is_cut():

@@ -28,10 +28,9 @@ class PredictedFeatures:
         self._groups: dict[str, frozenset[tuple[str, str]] | None] = {}
 
     def with_settings(self, settings: Settings) -> PredictedFeatures:
-        """Return the prediction for other settings; their values refuse no group of seams."""
+        """Return the prediction for settings with the same features; sources are read once."""
         other = PredictedFeatures(settings)
-        if settings.features == self.settings.features:
-            other._groups = self._groups  # of which reading the sources takes most of the time
+        other._groups = self._groups
         return other
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:

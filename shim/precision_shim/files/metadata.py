@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import IO
 
 from ..errors import CheckpointUnreadableError
@@ -19,6 +20,7 @@ METADATA = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 
 
+@lru_cache
 def dtype_name(path: str) -> str:
     """Return a dtype's canonical name: ``"fp32"`` for ``"torch.float32"``.
 

@@ -10,25 +10,39 @@ from .names import ENTRY_POINTS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from ..seams._seam import Seam
 
 
+_declared: "dict[tuple[str, ...], dict[str, Adapter]]" = {}
+"""Caches the entry points for each ``sys.path``: a look for them opens a file of each package."""
+
+
 def entries(*, third_party: bool = True) -> "dict[str, Adapter]":
     """Return all frameworks by name; an entry point cannot replace one of our adapters."""
+    import sys
+
     from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
-    found = {framework.framework: framework for framework in FRAMEWORKS}
-    if third_party:
+    ours, path = {framework.framework: framework for framework in FRAMEWORKS}, tuple(sys.path)
+    if third_party and path not in _declared:
         from importlib.metadata import entry_points
 
+        _declared.clear()
+        theirs = _declared[path] = {}
         for point in entry_points(group=ENTRY_POINTS):
             name = point.name.strip().lower()
             package = name.replace("-", "_")
             record = Adapter(name, name, (package,), effects=MEGATRON_EFFECTS, place=point.value)
-            found.setdefault(name, record)
-    return found
+            theirs.setdefault(name, record)
+    return {**ours, **_declared[path], **ours} if third_party else ours
+
+
+def names() -> "Iterator[str]":
+    """Yield the names of all frameworks; no entry point is read before the first is taken."""
+    yield from entries()
 
 
 def load(entry: Adapter) -> Adapter:

@@ -304,9 +304,9 @@ def resolve(
 ) -> Settings:
     """Combine arguments of ``install()``, variables and defaults into a process's settings.
 
-    ``known_frameworks`` are the allowed names; any name is allowed if it is empty. ``environ`` is
-    the environment, ``None`` for the process's. ``where`` names ``features``, ``frameworks`` and
-    ``settings`` in messages.
+    ``known_frameworks`` are the allowed names, read only if the user names a framework; any name is
+    allowed if it is empty. ``environ`` is the environment, ``None`` for the process's. ``where``
+    names ``features``, ``frameworks`` and ``settings`` in messages.
 
     Raises:
         SettingsError: an argument or a variable has an unknown name or an invalid value.
@@ -355,7 +355,7 @@ def resolve(
 
     raw, source = asked("frameworks", frameworks)
     named = tuple(dict.fromkeys(_words(raw, source))) or None  # the user named none
-    allowed = tuple(known_frameworks)
+    allowed = tuple(known_frameworks) if named else ()
     for name in named or ():
         if allowed and name not in allowed:
             raise SettingsError(

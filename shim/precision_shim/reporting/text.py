@@ -62,10 +62,14 @@ def _section(title: str, texts: Sequence[str], room: int, *, newest: bool = Fals
     """Return a title and whole texts as at most ``room`` lines: the first texts or the newest."""
     if not texts:
         return []
-    room = max(room - 2, 2)
-    blocks = [fold(text, 2, 4) for text in texts]
-    while len(blocks) > 1 and sum(map(len, blocks)) + (len(blocks) < len(texts)) > room:
-        blocks.pop(0 if newest else -1)
+    room, used = max(room - 2, 2), 0
+    blocks: list[list[str]] = []
+    for text in reversed(texts) if newest else texts:
+        block = fold(text, 2, 4)
+        used += len(block)
+        if blocks and used + (len(blocks) + 1 < len(texts)) > room:
+            break
+        blocks.insert(0 if newest else len(blocks), block)
     lines, out = [line for block in blocks for line in block], len(texts) - len(blocks)
     if out or len(lines) > room:
         lines = [*lines[: room - 1], f"  {f'{out} more' if out else 'the rest'}: {_MORE}"]

@@ -10,17 +10,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precision_shim.errors import PrecisionShimError
 from precision_shim.precision.moments import LAST_COUNTS
 from precision_shim.process import settings as _settings
-from precision_shim.process.registry import backends, checkpoints, entries, records
+from precision_shim.process.registry import backends, checkpoints, names, records
 from precision_shim.process.settings import Settings
-from precision_shim.process.versions import version_of
 
-from ..predicted import PredictedFeatures
 from .layout import CheckpointPart, Outcome, halves
+
+if TYPE_CHECKING:
+    from ..predicted import PredictedFeatures
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,15 @@ class Here:
         settings: the shim's settings.
         config: the optimizer fields of the job's config, and those in ``Config.beside``.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
-        predicted: which features would be in force, from an environment that differs in values.
+        predictions: what would be in force, by the features that the settings name.
     """
 
     on: bool
     settings: Settings
     config: Mapping[str, Any] | None = None
     instead: Mapping[str, Any] = field(default_factory=dict)
-    predicted: PredictedFeatures | None = field(default=None, compare=False)
+    predictions: dict[Any, PredictedFeatures] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self) -> None:
-        before = self.predicted or PredictedFeatures(self.settings)
-        object.__setattr__(self, "predicted", before.with_settings(self.settings))
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
@@ -56,12 +54,17 @@ class Here:
         if session is not None and session.is_installed():
             return cls(True, session.current_settings(), config)
         on = _settings.switch() in ("on", "strict")
-        return cls(on, _settings.resolve(known_frameworks=entries()), config)
+        return cls(on, _settings.resolve(known_frameworks=names()), config)
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether the seams of ``group`` would make ``feature`` work in this environment."""
-        assert self.predicted is not None
-        return self.on and self.predicted.in_force(framework, feature, group)
+        if not self.on:
+            return False
+        from ..predicted import PredictedFeatures  # slow to import
+
+        first = PredictedFeatures(self.settings)
+        predicted = self.predictions.setdefault(self.settings.features, first)
+        return predicted.with_settings(self.settings).in_force(framework, feature, group)
 
 
 def only_framework(kind: str) -> str:
@@ -72,6 +75,8 @@ def only_framework(kind: str) -> str:
 
 
 def _is_installed(framework: str) -> bool:
+    from precision_shim.process.versions import version_of  # slow to import
+
     entry = records()[framework]
     return version_of(entry.distribution, entry.packages) is not None
 

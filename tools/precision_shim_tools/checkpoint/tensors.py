@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ def reading(path: Path) -> Iterator[None]:
         ) from None
 
 
+@lru_cache
 def _item_size(dtype: str) -> int:
     """Return an element's size in bytes, which the number of bits in a dtype's name shows."""
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())

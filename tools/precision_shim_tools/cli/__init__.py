@@ -158,6 +158,6 @@ def _check_variables(command: str) -> None:
     if command == "run":  # ``run`` checks the variables' values after its options override them
         check_variables(os.environ)
     elif command != "doctor":  # ``doctor`` itself lists invalid variables
-        from precision_shim.process.registry import entries
+        from precision_shim.process.registry import names
 
-        resolve(known_frameworks=entries())
+        resolve(known_frameworks=names())

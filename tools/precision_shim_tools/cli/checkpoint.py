@@ -60,17 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
             "PATH is empty: is a variable not set? Give the directory of a run, of a step, of a "
             "model, or of its files."
         )
-    known = sorted(_registry.checkpoints())
-    if arguments.framework not in (None, *known):
-        arguments.parser.error(
-            f"--framework {arguments.framework!r} is not known; allowed: {', '.join(known)}"
-        )
+    whose = arguments.framework
+    if whose is not None and whose not in (known := sorted(_registry.checkpoints())):
+        arguments.parser.error(f"--framework {whose!r} is not known; allowed: {', '.join(known)}")
     try:
         here = Here.now(_config(arguments.config))
     except (DtypeError, SettingsError) as error:
         arguments.parser.error(str(error))
     try:
-        examined = examine(arguments.path, here, arguments.framework)
+        examined = examine(arguments.path, here, whose)
     except CheckpointUnreadableError as error:
         if arguments.json:
             write(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
@@ -96,6 +94,8 @@ _VALUES = {"true": True, "false": False, "none": None, "1": True, "0": False}
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
+    if not texts:
+        return None
     from precision_shim.errors import SettingsError
 
     config: dict[str, Any] = {}
@@ -115,12 +115,12 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
         if config[name] not in allowed:
             raise SettingsError(f"--config {name}={config[name]!r}: allowed: {', '.join(allowed)}.")
     # Without torch no dtype can be parsed and no job resumed; its import takes seconds.
-    if texts and find_spec("torch") is not None:
+    if find_spec("torch") is not None:
         from precision_shim.precision.dtypes import coerce_dtype, coerce_dtypes
 
         coerce_dtypes(config, where="--config")
         coerce_dtype(config.get(_PRECISION), key=_PRECISION, where="--config")
-    return config or None
+    return config
 
 
 def _check_name(text: str, name: str, frameworks: Iterable[str]) -> None:

@@ -21,8 +21,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import wrapt
-
 from precision_shim import __version__
 from precision_shim.errors import SettingsError
 from precision_shim.process import registry as _registry
@@ -35,9 +33,9 @@ from precision_shim.process.settings import PREFIX, TABLE, Settings
 from precision_shim.reporting import text as _status_text
 from precision_shim.reporting.record import FrameworkStatus
 from precision_shim.reporting.text import fold
+from precision_shim.seams import find_spec
 
 from ..predicted import as_dict, predict_status
-from . import _against
 from ._output import Progress, show, write
 
 HELP = "Show what is installed, what would be patched here and why not."
@@ -97,6 +95,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace) -> int:
     """Print the doctor's report, and return the exit status: 1 if there is a problem."""
     if asked.against is not None:
+        from . import _against
+
         return _against.run(asked)
     if asked.framework is not None:
         asked.parser.error("--framework needs --against PATH")
@@ -201,8 +201,8 @@ def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
     version = _versions.version_of(name, packages)
     package: dict[str, Any] = {"version": version}
     if version is not None and name == "wrapt":
-        init = type(wrapt.FunctionWrapper.__init__)
-        package["c_extension"] = init.__name__ == "wrapper_descriptor"
+        compiled = find_spec("wrapt._wrappers") is not None
+        package["c_extension"] = compiled and not os.environ.get("WRAPT_DISABLE_EXTENSIONS")
     if version is not None and name == "transformer-engine":
         Progress.stage = "importing TransformerEngine"
         error = _in_child(_TRANSFORMER_ENGINE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ _CHECKS = (
 """NeMo-RL's functions that check the optimizer's flags, in NeMo-RL 0.5 and later."""
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _WORLD = "cluster.gpus_per_node x cluster.num_nodes"
-_where = partial(versioned, FRAMEWORK)
+_where = cache(partial(versioned, FRAMEWORK))
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
 

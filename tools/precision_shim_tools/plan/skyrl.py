@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -40,7 +40,7 @@ from .values import no_section, not_built, number, said
 _NO_TRAINER = ("main_generate", "serve")
 """Suffixes in the names of SkyRL's entry points that train no model."""
 
-_where = partial(versioned, "skyrl")
+_where = cache(partial(versioned, "skyrl"))
 
 
 def plan_job(job: Job) -> Request:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,7 @@ _KEYS = {
     "dtype": "training.dtype=float32",
 }
 _OUTER = re.compile(r"(model\.|language_model\.)+")
-_where = partial(versioned, "torchtitan")
+_where = cache(partial(versioned, "torchtitan"))
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, versioned
+from precision_shim.adapting import look
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.findings import Problem
@@ -57,7 +57,7 @@ _SIZES = {
 _ADDED = "++"
 """Hydra's prefix that adds or overrides a key."""
 
-_where = partial(versioned, "verl")
+_where = sections.where
 
 
 def plan_job(job: Job) -> Request:

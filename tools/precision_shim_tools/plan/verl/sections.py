@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,10 +28,13 @@ from ..values import not_built, section_of
 _MODULES = ("engine", "optimizer", "actor", "critic")
 _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 
+where = cache(partial(versioned, "verl"))
+"""verl's name and version, for messages."""
+
 
 def inner(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """See ``section_of``."""
-    return section_of(section, key, versioned("verl"))
+    return section_of(section, key, where())
 
 
 def overridden(section: ModelConfig) -> Iterator[Written]:
@@ -91,7 +95,7 @@ def unknown(section: ModelConfig, *, dispatches: bool) -> Iterator[Problem]:
                 there[word] = " ".join(lines)
         # The worker of a reference model renames its keys that begin with log_prob_.
         written = [word for word in read if word not in _HYDRAS and word[:9] != "log_prob_"]
-        whose, place = f"{versioned('verl')}'s {names[key]}", f"{key}.{{}}"
+        whose, place = f"{where()}'s {names[key]}", f"{key}.{{}}"
         yield from unknown_keys(written, allowed[key], section.subject, place, whose, places=there)
 
 
@@ -104,8 +108,7 @@ def check_moments(section: ModelConfig, optimizer: str) -> None:
         return
     fault = fault_of_eps(optimizer, eps)
     if fault:
-        where = versioned("verl")
-        raise DtypeError(f"{where}: {stored}=fp16: {fault}. Set {stored}=fp32.", key=stored)
+        raise DtypeError(f"{where()}: {stored}=fp16: {fault}. Set {stored}=fp32.", key=stored)
 
 
 def check_megatron(section: ModelConfig) -> Iterator[Problem]:
@@ -124,12 +127,12 @@ def check_megatron(section: ModelConfig) -> Iterator[Problem]:
         if dtype_found not in (torch.float32, torch.bfloat16):
             raise _refused(key, value, "fp32 or bf16")
         if names and str(value) not in names:
-            fault = f"{versioned('verl')}: {name}={value!r}: verl itself takes {', '.join(names)}"
+            fault = f"{where()}: {name}={value!r}: verl itself takes {', '.join(names)}"
             remedy = "Write one of these, or let the shim's dtype-coercion act in the job."
             yield Problem("dtype", section.subject, key, fault, remedy)
 
 
 def _refused(key: str, value: object, allowed: str) -> DtypeError:
     return DtypeError(
-        f"{versioned('verl')}: {key}={value!r}: its worker takes {allowed}. Correct {key}.", key=key
+        f"{where()}: {key}={value!r}: its worker takes {allowed}. Correct {key}.", key=key
     )
