@@ -82,6 +82,7 @@ def test_with_a_setting_that_is_not_valid_nothing_would_be_patched(found, doctor
     ("variables", "verdict"),
     [
         ({"PRECISION_SHIM": "1"}, "ON: toy 1.0, solo 1.0"),
+        ({"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "solo"}, "ON: solo 1.0"),
         ({"PRECISION_SHIM": "0"}, "OFF in this environment: export PRECISION_SHIM=1"),
         ({}, "OFF in this environment: export PRECISION_SHIM=1"),
         ({"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "toy,verl"}, "ON, with the problems"),

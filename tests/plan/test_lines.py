@@ -95,6 +95,10 @@ def test_the_kill_switch(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     assert one["without"] == one["with_shim"]
     assert one["decisions"] == []
     assert plan["notes"][0].startswith("PRECISION_SHIM=Off is set, so the shim does nothing")
+    elsewhere = "PRECISION_SHIM_FRAMEWORKS=verl"
+    _, plan = planned("--parameters", "1M", "--", *on[:2], elsewhere, "PRECISION_SHIM=1", *words)
+    assert plan["models"][0]["decisions"] == []
+    assert plan["notes"][0].startswith(f"{elsewhere} is set, so the shim does nothing")
     # As for a job, the line's own variable counts, not the environment's.
     _, plan = planned("--parameters", "1M", "--", *on, "PRECISION_SHIM=strict", *words)
     assert plan["models"][0]["decisions"]

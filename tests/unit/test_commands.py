@@ -109,13 +109,15 @@ def test_plan_without_the_framework() -> None:
 @pytest.mark.parametrize("columns", [60, 200])
 def test_lines_fit_the_terminal(columns: int) -> None:
     line = "    master weights   " + "fp32 in all ranks, " * 5 + "on rank 7 too"
-    code = f"from precision_shim_tools.cli._output import show; show({line!r})"
+    path = "                /an/environment/whose/python/is/" + "deep/" * 12 + "python"
+    code = f"from precision_shim_tools.cli._output import show; show({line!r}); show({path!r})"
     ours, terminal = pty.openpty()
     env = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
     subprocess.run([sys.executable, "-c", code], stdout=terminal, env=env, check=True)
     os.close(terminal)
-    shown = os.read(ours, 4096).decode().splitlines()
+    *shown, last = os.read(ours, 4096).decode().splitlines()
     os.close(ours)
+    assert last == path  # which no line is long enough for, and which keeps its indent
     assert max(map(len, shown)) <= columns
     assert [one[:4].strip() for one in shown] == [""] * len(shown)
     assert " ".join(" ".join(shown).split()) == " ".join(line.split())

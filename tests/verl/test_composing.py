@@ -193,6 +193,11 @@ def test_a_config_may_refer_to_a_variable_of_the_line(here: Path) -> None:
     assert any("not resolved" in one for one in plan["notes"])
 
 
+def test_a_misspelt_config(here: Path) -> None:
+    code, _, said = planned("python3", "-m", "verl.trainer.main_ppo", MEGATRON[:-2])
+    assert (code, "did you mean ppo_megatron_trainer? " in said) == (2, True)
+
+
 def test_no_config_stays_in_hydra(here: Path) -> None:
     from hydra.core.global_hydra import GlobalHydra
 

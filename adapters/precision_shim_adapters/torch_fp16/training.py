@@ -163,8 +163,12 @@ class ScaledTraining:
 
     def _half(self, what: str) -> errors.SeamError:
         name = self._replaced
-        own = f"by {name}, which is not the framework's own"
-        where = own if name else "where the shim does not look"
+        where = (
+            f"by {name}, which is not the framework's own"
+            if name
+            else "where the shim does not look (an adapter's one_step unscales only the gradients "
+            "that it finds: see several_steps and before_clipping)"
+        )
         return errors.SeamError(
             f"{self._where}: {self.subject}: {what} before the gradients were unscaled: they were "
             f"clipped or stepped {where}. Let the framework's own function clip and step, leave "
@@ -232,10 +236,13 @@ class ScaledTraining:
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
+            SeamError: the function computed the gradients itself; it needs ``several_steps``.
         """
         self._skipped = False
         with self._forgets_after_errors(optimizer):
             if not self.takes_part(optimizer):
+                if self.drives:
+                    self._watch(inner or (optimizer,))
                 with NormsInFp32():
                     yield
                 return

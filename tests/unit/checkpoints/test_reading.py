@@ -343,10 +343,28 @@ def test_options_that_make_no_sense(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path, "--framework", "other") == 2
     known = "areal, miles, ms-swift, nemo-rl, roll, skyrl, slime, torchtitan, verl"
     assert f"allowed: {known}" in capsys.readouterr().err
+    assert run(tmp_path, "--framwork", "verl") == 2
+    assert ": --framwork verl; did you mean --framework?" in capsys.readouterr().err
     assert run(tmp_path, "--config", "adam_beta2") == 2
     assert "FIELD=VALUE" in capsys.readouterr().err
     assert run(tmp_path, "--config", "adam_beta2=high") == 2
-    assert "'high' is no number" in capsys.readouterr().err
+    assert "'high' is no number. Write one, such as adam_beta2=1." in capsys.readouterr().err
+    assert run(tmp_path) == 2
+    assert "but nothing at all. Give the directory" in capsys.readouterr().err
+    for name in ("a.txt", "config.json", "d.txt", "tokenizer.json"):
+        (tmp_path / name).touch()
+    assert run(tmp_path) == 2
+    assert "but a.txt, config.json, d.txt and others. Give the directory" in capsys.readouterr().err
+
+
+def test_errors_fit_the_terminal(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run(tmp_path, "--config", "param_dtype=fp16") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "did you mean precision?" in " ".join(" ".join(lines).split())
 
 
 def test_a_field_that_the_installed_megatron_does_not_have(

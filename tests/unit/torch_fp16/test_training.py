@@ -257,6 +257,22 @@ def test_a_loop_with_the_scaler_in_it_goes_on_after_an_exception():
     assert scaler.counter.steps == 1
 
 
+def test_one_step_around_a_function_that_also_computes_the_gradients():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, training = torch.optim.SGD([parameter], lr=1.0), make()
+
+    def update():
+        with training.one_step(optimizer):
+            loss = parameter.sum()
+            training.attach(loss)
+            loss.backward()
+            optimizer.step()
+
+    with pytest.raises(SeamError, match=r"before the gradients were unscaled.* see several_steps"):
+        update()
+    assert torch.equal(parameter, torch.ones(3))
+
+
 # -- a loop of several steps -----------------------------------------------------------------
 
 

@@ -15,6 +15,9 @@ from .units import kind_of, read_unit
 
 _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 
+_NAMED = 3
+"""Maximum number of files that the message of an unknown directory names."""
+
 _DEPTH = 5
 """Maximum number of nested directories in which a model's files are searched."""
 
@@ -38,7 +41,13 @@ def search(path: Path) -> tuple[Path, list[tuple[Path, str]]]:
         top = _last_step(path) or path
         found = _units_in(top, _DEPTH, set())
     if not found:
-        raise CheckpointUnreadableError(f"{top}: it has no checkpoint of a known kind. {_GIVE}")
+        names = sorted(os.listdir(top))
+        here = ", ".join(names[:_NAMED]) + " and others" * (len(names) > _NAMED)
+        raise CheckpointUnreadableError(
+            f"{top}: it has no checkpoint of a known kind (.metadata with *.distcp, "
+            "model_world_size_N_rank_I.pt and the like, *.safetensors), but "
+            f"{here or 'nothing at all'}. {_GIVE}"
+        )
     return top, found
 
 

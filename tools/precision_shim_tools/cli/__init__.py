@@ -65,7 +65,8 @@ class _Parser(argparse.ArgumentParser):
         """See ``ArgumentParser``; with ``--json`` the error is also a JSON object."""
         if self.as_json:
             write(json.dumps({"error": message}))
-        super().error(message)
+        self.print_usage(sys.stderr)
+        self.exit(2, fitted(f"{self.prog}: error: {message}\n", sys.stderr))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(self._join(args or ()), namespace)
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _main(arguments: Sequence[str] | None) -> NoReturn:
     from precision_shim.errors import PrecisionShimError
+    from precision_shim.process.names import meant
 
     _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -124,7 +126,8 @@ def _main(arguments: Sequence[str] | None) -> NoReturn:
     parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
     asked, unknown = parser.parse_known_args(given)
     if unknown and not asked.any_options:
-        asked.parser.error(f"unknown arguments: {' '.join(unknown)}")
+        near = meant(unknown[0], [*asked.parser._option_string_actions])
+        asked.parser.error(f"unknown arguments: {' '.join(unknown)}{near and f'; {near}'}")
     if asked.command is None:
         parser.print_help()
         raise SystemExit(0)

@@ -55,9 +55,10 @@ def fitted(text: str, stream: TextIO) -> str:
     width = _columns(stream)
     return "\n".join(
         textwrap.fill(
-            line,
+            line.lstrip(),
             width,
-            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            initial_indent=(indent := line[: len(line) - len(line.lstrip())]),
+            subsequent_indent=f"{indent}  ",
             break_long_words=False,
             break_on_hyphens=False,
         )

@@ -105,12 +105,16 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
     for text in texts:
         name, equals, value = (word.strip() for word in text.partition("="))
         if not equals or not name:
-            raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
+            raise SettingsError(
+                f"--config {text!r} is not FIELD=VALUE, such as exp_avg_dtype=bf16."
+            )
         _check_name(text, name, frameworks)
         try:
             config[name] = float(value) if name in numbers else _VALUES.get(value.lower(), value)
         except ValueError:
-            raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
+            raise SettingsError(
+                f"--config {text!r}: {value!r} is no number. Write one, such as {name}=1."
+            ) from None
         allowed = frameworks.get(name, (config[name],))
         if config[name] not in allowed:
             raise SettingsError(f"--config {name}={config[name]!r}: allowed: {', '.join(allowed)}.")

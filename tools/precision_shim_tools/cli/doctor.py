@@ -56,7 +56,7 @@ _OTHER_PYTHON = (
     "doctor"
 )
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
-_LONG = 5  # Maximum number of lines for one problem; --verbose shows all lines.
+_LONG = 8  # Maximum number of lines for one problem; --verbose shows all lines.
 _PATIENCE = 120  # Timeout in seconds for a child process; TransformerEngine's import is slow
 
 _START_UP = """
@@ -166,13 +166,14 @@ def examine() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
 
 def _verdict(found: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]) -> str:
     """Return whether the shim is on in this environment, and what to do if it is not."""
-    here = [f"{name} {status.version}" for name, status in frameworks.items() if status.version]
+    here = {name: status for name, status in frameworks.items() if status.version}
     if not found["settings"]:
         return "OFF in this environment: correct the setting that is not valid"
     if found["switch"] in ("unset", "off"):
         elsewhere = "" if here else f". No framework is installed here. {_OTHER_PYTHON}"
         return f"OFF in this environment: export {PREFIX}=1{elsewhere}"
-    return f"ON: {', '.join(here)}" if found["ok"] else "ON, with the problems above"
+    asked = (f"{name} {status.version}" for name, status in here.items() if status.state != "off")
+    return f"ON: {', '.join(asked)}" if found["ok"] else "ON, with the problems above"
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:

@@ -135,7 +135,10 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     environ = job.launch.workers
     job = replace(job, settings=_settings.resolve(known_frameworks=entries, environ=environ))
     switch = _settings.switch(environ)
-    off = environ[_settings.PREFIX].strip() if switch == "off" else ""
+    off = f"{_settings.PREFIX}={environ[_settings.PREFIX].strip()}" if switch == "off" else ""
+    named, reach = job.settings.frameworks, {one for one in entries if entries[one].by_name}
+    if named and reach.union({job.framework}).isdisjoint(named):
+        off = off or f"{_settings.PREFIX}_FRAMEWORKS={','.join(named)}"
     job = replace(job, off=off, unset=switch == "unset")
     entry = entries[job.framework]
     if not entry.plan:  # the registry lacks the ``plan`` of third-party adapters

@@ -49,7 +49,7 @@ class Job:
         launcher: the command's words before ``target``.
         arguments: the command's words after ``target``.
         settings: the shim's settings.
-        off: ``PRECISION_SHIM``'s value, such as ``"0"``, if it switches the shim off; else empty.
+        off: the setting that keeps the shim out, such as ``"PRECISION_SHIM=0"``; else empty.
         unset: whether ``PRECISION_SHIM`` is unset, so that only ``install()`` switches the shim on.
         launch: which of the shim's variables the command gives to driver and workers.
         refusals: why the job cannot be planned; the rest of it is checked in spite of them.

@@ -142,7 +142,8 @@ def _idle_settings(job: Job, rollout: bool, models: Iterable[ModelPlan]) -> list
         acting |= {_settings.AGREEMENT} & {*job.settings.features}
     return [
         f"{row.variable}={job.settings[row.name]} has no effect on this job, in which "
-        f"{row.feature} has nothing to do"
+        + row.feature
+        + (" has nothing to do" if row.feature in job.settings.features else " is left out")
         for row in _settings.idle(job.settings, acting)
     ]
 
@@ -188,7 +189,7 @@ def make(job: Job, request: Request, rules: Rules) -> JobPlan:
     if job.off:
         notes.insert(
             0,
-            f"PRECISION_SHIM={job.off} is set, so the shim does nothing in this job: both sides "
+            f"{job.off} is set, so the shim does nothing in this job: both sides "
             f"show what {job.framework} does alone. Unset it to see what the shim would do",
         )
     isolated = "uv" in job.launcher and "--isolated" in job.launcher

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from precision_shim.adapting import versioned
+from precision_shim.adapting import meant, versioned
 from precision_shim.errors import PlanError
 from precision_shim.precision.effect import names_precision
 from precision_shim_adapters.common.omegaconf_values import plain
@@ -67,9 +67,12 @@ def compose(
         finally:
             plugin.directory = ""
     except Exception as error:  # hydra and omegaconf have many exception classes
+        file = f"{path}/{name.removesuffix('.yaml')}.yaml"
+        names = [] if os.path.isfile(file) else [one.stem for one in Path(path).glob("*.yaml")]
+        near = meant(Path(file).stem, names)
         raise PlanError(
-            f"{versioned('verl')}, {path}/{name.removesuffix('.yaml')}.yaml: {said(error)}. "
-            "Correct the override or the file, or plan in the environment of the job."
+            f"{versioned('verl')}, {file}: {near and f'{near} '}{said(error)}. Correct the "
+            "override or the file, or plan in the environment of the job."
         ) from error
     return config
 
