@@ -270,6 +270,42 @@ def test_resume_is_exact_over_an_overflow(make: Any, shim: Any, tmp_path: Path) 
     assert torch.equal(parameters(worker), parameters(again))
 
 
+def test_resume_after_steps_that_were_all_skipped(make: Any, shim: Any, tmp_path: Path) -> None:
+    """The optimizer has no states yet, and the scale is no longer the first."""
+    shim(settings={"loss_scale_init": 1024})
+    worker = make()
+    train(worker, 0, advantage=1e9)
+    path = save(worker, tmp_path)
+    straight = [train(worker, seed) for seed in range(1, 4)]
+    assert verdict(path, "skyrl") == "exact"
+    again = make()
+    again.load_checkpoint(path)
+    assert scaler_of(again.strategy).get_scale() == 512.0
+    assert str([train(again, seed) for seed in range(1, 4)]) == str(straight)
+    assert torch.equal(parameters(worker), parameters(again))
+
+
+@pytest.mark.parametrize("scale", [32.0, 512.0])
+def test_a_load_between_a_backward_pass_and_its_step(
+    make: Any, shim: Any, tmp_path: Path, scale: float
+) -> None:
+    """SkyRL keeps the gradients over a load, which replaces the scale that is in them."""
+    shim(settings={"loss_scale_init": 128})
+    worker = make()
+    path = save(worker, tmp_path)
+    norms = []
+    for load in (False, True):
+        scaler = scaler_of(worker.strategy)
+        scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+        worker.forward_backward(batch(0))
+        if load:
+            worker.load_checkpoint(path)
+            assert scaler.get_scale() == 128.0
+        norms.append(worker.optim_step())
+        worker.load_checkpoint(path)
+    assert norms[0] == norms[1]
+
+
 def test_the_state_is_one_record_in_client_state(make: Any, shim: Any, tmp_path: Path) -> None:
     import json
 

@@ -452,6 +452,7 @@ class ScaledTraining:
         self, where: str, otherwise: str, restore: Callable[[], tuple[str, ...] | None]
     ) -> None:
         """Restore the scaler, or let it start fresh, and report which."""
+        before = self.scaler.get_scale()
         try:
             lines = restore()
             why = (
@@ -463,13 +464,17 @@ class ScaledTraining:
                 text = f"{self._where}: {error} {otherwise}".rstrip()
                 raise errors.ScalerOfAnotherSaveError(text) from None
             lines, why = None, str(error)
+        if lines is None and isinstance(self.scaler, LossScaler):
+            self.scaler.reset()  # the steps that the scaler may have counted
+        if getattr(self.scaler, "scaled", False):  # gradients that wait for their step
+            found = (one for each in self._watched for one in gradients_of(each))
+            for one in {id(one): one for one in found}.values():  # containers hold others'
+                one.mul_(self.scaler.get_scale() / before)
         if lines is not None:
             chosen = f"loss scale {self.scaler.get_scale():g} restored"
             because = "; ".join((f"from {where}", *lines))
             decide(self.framework, self.subject, FEATURE, chosen, because)
             return
-        if isinstance(self.scaler, LossScaler):  # reset the steps that the scaler may have counted
-            self.scaler.reset()
         warn(
             f"{self._where}: {why} Training continues with a fresh scaler at "
             f"{self.scaler.get_scale():g}, so that the first steps may differ from a run that was "

@@ -118,3 +118,13 @@ def test_distributed_checkpoints(tmp_path: Path, framework: str) -> None:
     dcp.save(kept, checkpoint_id=tmp_path / "other")
     expected = "misread" if framework == "torchtitan" else "not known"
     assert verdict(tmp_path / "other", framework).outcome.verdict == expected
+
+
+@pytest.mark.parametrize("groups", [True, False], ids=["before its first step", "without groups"])
+def test_an_optimizer_without_states(tmp_path: Path, groups: bool) -> None:
+    """A job may save after steps that were all skipped."""
+    model, _ = trained(FP32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    states = optimizer.state_dict() if groups else {}
+    found = of_rank(tmp_path / "saved", model.state_dict(), states, named=False)
+    assert found.outcome.verdict == ("exact" if groups else "starts anew")

@@ -509,6 +509,19 @@ def test_a_directory_and_a_record(tmp_path):
         assert target.scaler.counter == source.scaler.counter
 
 
+@pytest.mark.filterwarnings("ignore:.*no loss scaler state")
+@pytest.mark.parametrize("kept", [True, False], ids=["with a record", "without"])
+def test_a_load_between_a_backward_pass_and_its_step(kept):
+    """SkyRL keeps the gradients over a load, which replaces the scale that is in them."""
+    one = Stepping()
+    one.training.scaler.load_state_dict({**one.training.scaler.state_dict(), "scale": 32.0})
+    one.backward(3.0)
+    one.training.restore_record(make(init_scale=8.0).record() if kept else None, "here")
+    assert one.training.scaler.get_scale() == (8.0 if kept else 2.0**10)
+    with one.training.one_step(one.optimizer):
+        assert one.parameter.grad.tolist() == [3.0] * 3
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("trained", [0, 1, 6])
 def test_a_tensor_in_torchs_distributed_checkpoint(tmp_path, trained):

@@ -120,8 +120,12 @@ class Outcome:
 
 
 def halves(part: CheckpointPart) -> Outcome | None:
-    """Return how a resume ends without optimizer states or weights; ``None`` if both exist."""
-    if not any(part.held.get(component) for component in ("master", *MOMENTS)):
+    """Return how a resume ends without optimizer states or weights; ``None`` if both exist.
+
+    An optimizer that has taken no step has no states, and is resumed with none.
+    """
+    states = any(part.held.get(component) for component in ("master", *MOMENTS))
+    if not states and not all(unit.unstepped for unit in part.units):
         return Outcome("starts anew", "it has no optimizer states: the optimizer begins anew")
     if not part.held.get("params"):
         why = f"their files are missing, or {part.path.name} is not all of the checkpoint"

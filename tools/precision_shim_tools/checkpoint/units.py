@@ -43,6 +43,8 @@ class Unit:
             or of each rank's extra state.
         world_size: number of ranks if each rank wrote files of its own.
         lacking: the kinds in ``_TOGETHER`` of which the directory has no file.
+        unstepped: whether each rank's optimizer has parameter groups and no states, as a torch
+            optimizer before its first step that was not skipped.
     """
 
     kind: str
@@ -52,6 +54,7 @@ class Unit:
     common: list[Archive] = field(default_factory=list)
     world_size: int | None = None
     lacking: tuple[str, ...] = ()
+    unstepped: bool = False
 
 
 def kind_of(path: Path) -> str | None:
@@ -160,6 +163,7 @@ def _read_shards(unit: Unit) -> None:
     [unit.world_size] = worlds
     kinds = sorted({match["what"] for match in matches})
     unit.lacking = tuple(kind for kind in _TOGETHER if kind not in kinds)
+    unit.unstepped = "optim" in kinds
     for what, rank in product(
         {*kinds} & {*_TOGETHER}, range(min(unit.world_size, len(matches) + 1))
     ):
@@ -167,6 +171,9 @@ def _read_shards(unit: Unit) -> None:
         if what == "extra_state":
             unit.common.append(archive)
         else:
+            if what == "optim":
+                groups = isinstance(archive.tree, dict) and archive.tree.get("param_groups")
+                unit.unstepped &= bool(groups) and archive.tree.get("state") == {}
             for keys, tensor in archive.tensors():
                 key = ".".join(map(str, (what, rank, *keys)))
                 unit.tensors[key] = Tensor("packed", 0) if key in unit.tensors else tensor
