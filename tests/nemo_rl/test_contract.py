@@ -70,12 +70,8 @@ class TestRelease(contract.Release):
         assert {one.state for one in metrics} == {"absent"}
 
 
-class TestWorker(contract.Worker):
+class TestWorker(contract.Forked, contract.Worker):
     driver = DRIVER
-
-    @pytest.fixture
-    def server(self, ranks: Ranks) -> Ranks:
-        return ranks
 
 
 class TestRequestedConfigs(contract.RequestedConfigs):
@@ -105,7 +101,7 @@ class TestSeams(contract.Contract, Seams):
     driver = DRIVER
 
 
-class TestJob(contract.Job):
+class TestJob(contract.Forked, contract.Job):
     driver = DRIVER
 
     @pytest.mark.slow

@@ -67,6 +67,8 @@ def test_a_difference_beyond_the_spread_stands_out(cost: ModuleType) -> None:
         "more than that on second (+1.50 of 19.5 ms); on the others it does not. "
         "Of the other 10 differences, 2 are above it."
     )
+
+
 def test_a_row_that_takes_minutes_is_of_this_build_alone(
     cost: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

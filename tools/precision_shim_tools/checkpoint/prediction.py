@@ -42,7 +42,6 @@ class Here:
     instead: Mapping[str, Any] = field(default_factory=dict)
     predictions: dict[Any, PredictedFeatures] = field(default_factory=dict, compare=False)
 
-
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
         """Return this process's environment if the shim is installed, else a child process's.
