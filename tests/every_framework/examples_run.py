@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..processes.forks import run_module
-from ..processes.rank_server import Ranks
+from ..processes.rank_server import Ranks, run_module
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-from pathlib import Path
 
 from examples.processes.forks import begin, execute, ray_workers
 
-from .rank_server import Launch, Ranks
-
-ROOT = Path(__file__).parents[2]
+from .rank_server import Launch
 
 WORKER_PYTHON = "TEST_WORKER_PYTHON"
 """A driver's variable with the program that Ray runs instead of Python (``py_executable``)."""
@@ -41,30 +37,6 @@ def module(launch: Launch) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
-
-
-def run_module(ranks: Ranks, *words: object, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
-    """Run ``python -m WORDS`` in a fork of a server.
-
-    Args:
-        ranks: a server whose module has ``module``.
-        *words: the module and its arguments.
-        cwd: the working directory.
-        **variables: beside all inherited variables except the shim's.
-
-    Returns:
-        The exit status, and the output on both streams.
-    """
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    (code,) = ranks(
-        "module",
-        world=1,
-        arguments=["-m", *map(str, words)],
-        environment={**clean, "PYTHONPATH": path, **variables},
-        cwd=str(cwd),
-    )
-    return code, ranks.said[0]
 
 
 def tests(launch: Launch) -> int:

@@ -179,6 +179,30 @@ def serving(module: str) -> Any:
     return ranks
 
 
+def run_module(ranks: Ranks, *words: object, cwd: Path = ROOT, **variables: str) -> tuple[int, str]:
+    """Run ``python -m WORDS`` in a fork of a server.
+
+    Args:
+        ranks: a server whose module has ``module``.
+        *words: the module and its arguments.
+        cwd: the working directory.
+        **variables: beside all inherited variables except the shim's.
+
+    Returns:
+        The exit status, and the output on both streams.
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    (code,) = ranks(
+        "module",
+        world=1,
+        arguments=["-m", *map(str, words)],
+        environment={**clean, "PYTHONPATH": path, **variables},
+        cwd=str(cwd),
+    )
+    return code, ranks.said[0]
+
+
 def look_ahead(framework: str) -> None:
     """Read once, in the server, the records and the adapter that a rank's ``install()`` will read.
 

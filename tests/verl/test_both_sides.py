@@ -17,8 +17,7 @@ from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedP
 
 from ..every_framework import both_sides as both
 from ..processes.composed_once import composed_once
-from ..processes.forks import run_module
-from ..processes.rank_server import Ranks
+from ..processes.rank_server import Ranks, run_module
 from ..stand_ins.planted_engines import plant_choices
 from .conftest import VERL
 

@@ -23,8 +23,7 @@ from precision_shim_tools.plan.verl.composing import compose
 
 from ..every_framework.newest import on_the_newest
 from ..processes.composed_once import composed_once
-from ..processes.forks import run_module
-from ..processes.rank_server import Ranks
+from ..processes.rank_server import Ranks, run_module
 
 pytestmark = [on_the_newest("verl"), pytest.mark.slow]
 
