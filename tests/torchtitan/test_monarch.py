@@ -63,4 +63,5 @@ def test_an_overflow_is_skipped_and_the_generator_has_the_weights(
 def test_a_rank_without_the_shim_is_named(tmp_path: Path) -> None:
     both, (told, nothing) = drive(tmp_path, name="monarch_ranks")["told"]
     assert both == ["", ""]
-    assert ("of 2 ranks, rank 1: without the shim. " in told, nothing) == (True, "")
+    assert "of 2 ranks, rank 1: without the shim" in told
+    assert nothing == ""
