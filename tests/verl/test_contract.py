@@ -42,13 +42,17 @@ class TestRelease(contract.Release):
     driver = DRIVER
 
 
-@in_force
-class TestWorker(contract.Worker):
-    driver = DRIVER
+class Forked(contract.Contract):
+    """Processes are forks of one with the slowest imports."""
 
     @pytest.fixture
     def server(self, ray_drivers: Ranks) -> Ranks:
         return ray_drivers
+
+
+@in_force
+class TestWorker(Forked, contract.Worker):
+    driver = DRIVER
 
 
 @in_force
@@ -79,12 +83,8 @@ class TestSeams(contract.Contract, Seams):
 
 
 @in_force
-class TestJob(contract.Job):
+class TestJob(Forked, contract.Job):
     driver = DRIVER
-
-    @pytest.fixture
-    def server(self, ray_drivers: Ranks) -> Ranks:
-        return ray_drivers
 
     def test_the_checkpoint_doctor_asks_for_the_workers_of_the_job(self, tmp_path: Path) -> None:
         """By default verl 0.7's PPO trains in legacy workers, but its SFT does not."""

@@ -19,19 +19,20 @@ from precision_shim.reporting.record import FrameworkStatus, SeamStatus
 from precision_shim.reporting.text import refusals
 from precision_shim.seams import check
 
+Groups = dict[str, frozenset[tuple[str, str]] | None]
+"""Maps a framework to its refused features and groups; ``None``: all of them."""
+
 
 class PredictedFeatures:
-    """Predicts which features would be in force in processes with these settings of the shim."""
+    """Predicts which features would be in force in processes with these settings of the shim.
 
-    def __init__(self, settings: Settings) -> None:
+    Predictions for settings that name the same features can share ``groups``, the refused groups of
+    each framework: the sources are then read once.
+    """
+
+    def __init__(self, settings: Settings, groups: Groups | None = None) -> None:
         self.settings = settings
-        self._groups: dict[str, frozenset[tuple[str, str]] | None] = {}
-
-    def with_settings(self, settings: Settings) -> PredictedFeatures:
-        """Return the prediction for settings with the same features; sources are read once."""
-        other = PredictedFeatures(settings)
-        other._groups = self._groups
-        return other
+        self._groups: Groups = {} if groups is None else groups
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether a feature would be in force within one group of seams."""

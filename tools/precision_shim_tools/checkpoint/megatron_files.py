@@ -54,9 +54,8 @@ def _component_of(key: str) -> str:
     match = _STATE.search(key)
     if match is not None:
         return _COMPONENT[match[1]]
-    return (
-        "master" if megatron_keys.is_master(key) else "other"
-    )  # keys of one sharding type end in ".param"
+    # Keys of one sharding type end in ".param".
+    return "master" if megatron_keys.is_master(key) else "other"
 
 
 def _sharding_of(tree: Any) -> str | None:

@@ -21,7 +21,7 @@ from precision_shim.process.settings import Settings
 from .layout import CheckpointPart, Outcome, halves
 
 if TYPE_CHECKING:
-    from ..predicted import PredictedFeatures
+    from ..predicted import Groups
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Here:
         settings: the shim's settings.
         config: the optimizer fields of the job's config, and those in ``Config.beside``.
         instead: fields that override fields of ``config``, even if ``config`` is ``None``.
-        predictions: what would be in force, by the features that the settings name.
+        refused: the groups of seams that would be refused, by the features that the settings name.
     """
 
     on: bool
     settings: Settings
     config: Mapping[str, Any] | None = None
     instead: Mapping[str, Any] = field(default_factory=dict)
-    predictions: dict[Any, PredictedFeatures] = field(default_factory=dict, compare=False)
+    refused: dict[tuple[str, ...], Groups] = field(default_factory=dict, compare=False)
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
@@ -61,9 +61,8 @@ class Here:
             return False
         from ..predicted import PredictedFeatures  # slow to import
 
-        first = PredictedFeatures(self.settings)
-        predicted = self.predictions.setdefault(self.settings.features, first)
-        return predicted.with_settings(self.settings).in_force(framework, feature, group)
+        groups = self.refused.setdefault(self.settings.features, {})
+        return PredictedFeatures(self.settings, groups).in_force(framework, feature, group)
 
 
 def only_framework(kind: str) -> str:
